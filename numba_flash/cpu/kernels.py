@@ -16,9 +16,10 @@ from numba_flash.cpu.cache import kernel
 from numba_flash.cpu.softmax import BackwardRows, ForwardRows
 from numba_flash.cpu.tiles import Axes
 
-# Time over that of torch 2.13 SDPA (MKL), medians of interleaved calls, two Zen 3 cores, (B, H, N, D) = (1, 8, 2048, 64), float32:
-BLOCK_M, BLOCK_N = 256, 512  # forward 1.07-1.11 full, 0.94-1.03 causal; 192 x 512: 1.05-1.13, 0.95-1.01
-BACKWARD_BLOCK_M, BACKWARD_BLOCK_N = 192, 256  # forward + backward 1.01-1.03 full, 0.77-0.95 causal; 256 x 256: 1.04, 0.88
+# Larger tiles give BLAS larger products; smaller ones stay in the caches of a core, beside what a product reads and writes. Full, these are
+# 1 to 11 % slower than PyTorch's kernel, causal as fast or faster; other sizes are about as fast. Measured: docs/lab/cpu.md, `BLOCK_M`.
+BLOCK_M, BLOCK_N = 256, 512
+BACKWARD_BLOCK_M, BACKWARD_BLOCK_N = 192, 256
 
 
 @kernel

@@ -32,7 +32,8 @@ from numba_flash.cpu.sequences import pieces
 from numba_flash.files import notice
 
 ROW_GRAIN = 1024  # rows that are worth a block
-GRAIN_FLOP = 2**22  # and operations: 2 heads of 64 x 64 take 0.21 instead of 0.39 ms, with gradients 0.69 instead of 1.0
+# And operations: with less, waking another thread takes up to as long as the work itself. Measured: docs/lab/cpu.md, `GRAIN_FLOP`.
+GRAIN_FLOP = 2**22
 
 
 SCORES = {forward_items: (BLOCK_M, BLOCK_N), **dict.fromkeys((backward_items, dbias_items), (BACKWARD_BLOCK_M, BACKWARD_BLOCK_N))}

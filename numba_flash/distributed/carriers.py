@@ -10,9 +10,9 @@ from numba_flash.distributed.communicators import Communicator, Message, Transfe
 from numba_flash.distributed.layouts import Chunk, count
 from numba_flash.distributed.pieces import steps
 
-# Bytes of all K and V up to which each process gets them all, and computes attention to them in one call. Two heads, D = 64, float32,
-# 2 and 4 processes of one machine with two cores, ring and gather in ms: 256 KiB 3.8, 3.0 and 14.4, 6.7; 1 MiB 12.0, 12.0 and 20.9, 15.9;
-# 4 MiB 94, 91 and 119, 111; 16 MiB 1313, 1273 and 1324, 1356.
+# Bytes of all K and V up to which each process gets them all, and computes attention to them in one call. A ring sends as much, but in as
+# many messages as there are processes, for each of which they wait: of small K and V, that takes up to twice the time and more. Of larger
+# ones it takes as long, and no process needs memory for all. Measured: docs/lab/cpu.md, `GATHERED`.
 GATHERED = 2**20
 
 

@@ -17,11 +17,10 @@ THREADS = 256
 LEAST = 64  # queries and keys: with fewer, a number serves few scores
 # Of a number in units of raw products: far from where sums of them would be Inf.
 GREATEST = 2.0**60
-# Scores of a problem from which on one launch more pays. ALiBi, D = 64, bfloat16, on an H200, GPU
-# time with it and where the function is inlined: 32 heads of 1024 32.4 us, 29.9; 16 of 2048 57.2,
-# 53.1; 64 of 1024 45.8, 55.2; 32 of 2048 82, 100; 64 of 4096, in units of the time without, forward
-# 1.10, 1.44, a table 1.08, 1.77, backward 1.08, 1.33; by `sm80`, forward, 1.12, 1.34, a table 1.08,
-# 1.58.
+# Scores of a problem from which on one launch more pays: it writes what the function adds for each
+# distance, from which sums of scores begin. Of fewer, the launch takes longer than the function
+# would, inlined; of more, what a table or ALiBi costs falls to a third or less. Measured:
+# docs/lab/any_gpu.md, `FEWEST`.
 FEWEST = 2**26
 
 

@@ -18,9 +18,9 @@ from numba_flash.cuda.score.fragment import ALL_LANES
 
 LOG2E = math.log2(math.e)
 # tanh(x) / x - 1 as polynomials in x^2, off by less than 2^-23 of tanh(x) / x up to SMALL; of three
-# terms by 2^-20.4 up to FEW, which is less than pairs are off by while scores stay below MOST. Time
-# over that without a cap, D = 64, N = 4096, a cap of 20, `sm80` on an H200: forward 1.32, with two
-# terms, of smaller scores, 1.50; backward 1.30, 1.32.
+# terms by 2^-20.4 up to FEW, which is less than pairs are off by while scores stay below MOST. With
+# two terms fewer scores are small enough for the polynomial, and the forward pass is slower.
+# Measured: docs/lab/any_gpu.md, `TANH_OF_FEW`.
 SMALL, TANH = 0.55, (-0.33332946634, 0.13320724995, -0.05267180973, 0.01643757402)
 FEW, TANH_OF_FEW, MOST = 0.5, (-0.33328159, 0.13205353, -0.04475042), 32.0
 # A product of two e^2x and what caps bring in stays a number up to LARGE. Pairs are off by 2^-21 of
@@ -28,11 +28,9 @@ FEW, TANH_OF_FEW, MOST = 0.5, (-0.33328159, 0.13205353, -0.04475042), 32.0
 # is rounded to float16.
 LARGE, LEAST_CAP, GREATEST_CAP = 18.0, 2.0**-10, 64.0
 # The instruction for tanh is off by up to 2^-11 of it (PTX ISA, tanh.approx), and a score under a
-# cap up to this by 2^-9, as much as P is when it is rounded to bfloat16. On an H200, N = 4096, D =
-# 64, a cap of 2, errors of o and gradients were the same in two digits, and the time over that
-# without a cap was: `sm80` forward 1.25, in pairs 1.54, with polynomials for half of the scores
-# 1.48; backward 1.16, 1.42, 1.45; `sm90` forward 1.48, with two instructions 2.17; backward 1.69,
-# 1.86.
+# cap up to this by 2^-9, as much as P is when it is rounded to bfloat16. With a cap of 2, errors of
+# o and gradients were the same in two digits, and a pass took a tenth to a third less time than
+# with pairs, polynomials or two instructions. Measured: docs/lab/any_gpu.md, `ROUGHEST`.
 ROUGHEST = 4.0
 # While cap and ``scale / cap`` lie so near 1, coefficients are normal numbers.
 NEAR_1, NEAR_1_OF_FEW = 2.0**12, 2.0**15

@@ -22,49 +22,48 @@ LOG2E = math.log2(math.e)
 DELTA_LANES, DELTA_ROWS = 16, 8
 DBIAS_BLOCKS, SUM_THREADS = 512, 128
 
-# Per kernel and accumulator: (largest head dimension, tile); the first that fits serves. After each
-# row: TFLOP/s on an H200 with N = 8192 at that head dimension, and the runner-up; backward kernels
-# count the products they make (4 in dkdv, 3 in dq). The widest accumulators spill up to 1 KB per
-# thread: the next smaller tile, which does not, was slower in every case measured.
+# Per kernel and accumulator: (largest head dimension, tile); the first that fits serves. A thread
+# with more rows and columns of scores reads fewer numbers for each product, but needs more
+# registers: the widest accumulators spill up to 1 KB per thread, and yet the next smaller tile,
+# which does not, was slower in every case measured. A smaller block of threads is up to a sixth
+# slower at D = 128. Measured: docs/lab/any_gpu.md, `TILES`.
 TILES = {
     ("forward", "float32"): (
-        (64, Tile(8, 8, 8, 8, 8, 16, 1)),  # 26.4; Tile(8, 8, 8, 8, 8, 8, 1) 25.5
-        (128, Tile(8, 4, 8, 16, 16, 16, 2)),  # 26.0; Tile(8, 4, 8, 16, 8, 16, 2) 23.7
-        (256, Tile(8, 4, 8, 16, 16, 8, 1)),  # 23.0; Tile(4, 4, 8, 16, 16, 8, 2) 16.4
+        (64, Tile(8, 8, 8, 8, 8, 16, 1)),
+        (128, Tile(8, 4, 8, 16, 16, 16, 2)),
+        (256, Tile(8, 4, 8, 16, 16, 8, 1)),
     ),
     ("forward", "float64"): (
-        (64, Tile(4, 8, 8, 8, 16, 8, 1)),  # 12.4; Tile(4, 8, 8, 8, 8, 8, 1) 12.3
-        (128, Tile(4, 4, 8, 16, 16, 8, 2)),  # 11.5; Tile(4, 4, 8, 16, 8, 8, 2) 9.7
-        (256, Tile(4, 4, 8, 16, 16, 4, 1)),  # 9.2; Tile(2, 4, 8, 16, 16, 4, 1) 5.8
+        (64, Tile(4, 8, 8, 8, 16, 8, 1)),
+        (128, Tile(4, 4, 8, 16, 16, 8, 2)),
+        (256, Tile(4, 4, 8, 16, 16, 4, 1)),
     ),
     ("dkdv", "float32"): (
-        # 22.5 (64: 21.8); Tile(8, 4, 8, 16, 8, 8, 1) 20.2 (64: 20.8)
         (128, Tile(8, 4, 8, 16, 16, 16, 1)),
-        (256, Tile(4, 4, 8, 16, 16, 8, 1)),  # 17.0; Tile(2, 4, 8, 16, 16, 8, 1) 11.0
+        (256, Tile(4, 4, 8, 16, 16, 8, 1)),
     ),
     ("dkdv", "float64"): (
-        (128, Tile(4, 4, 8, 16, 16, 8, 1)),  # 10.7 (64: 10.1); Tile(3, 4, 8, 16, 16, 8, 1) 9.2
-        (256, Tile(2, 4, 8, 16, 16, 4, 1)),  # 5.9; Tile(1, 4, 16, 16, 16, 4, 1) 4.0
+        (128, Tile(4, 4, 8, 16, 16, 8, 1)),
+        (256, Tile(2, 4, 8, 16, 16, 4, 1)),
     ),
     ("dq", "float32"): (
-        (64, Tile(8, 4, 8, 16, 16, 16, 3)),  # 25.2; Tile(8, 8, 8, 8, 8, 8, 1) 24.9
-        (128, Tile(8, 4, 8, 16, 16, 16, 1)),  # 24.3; Tile(8, 4, 8, 16, 8, 8, 1) 20.6
-        (256, Tile(8, 4, 8, 16, 8, 8, 1)),  # 17.9; Tile(4, 4, 8, 16, 16, 8, 1) 16.7
+        (64, Tile(8, 4, 8, 16, 16, 16, 3)),
+        (128, Tile(8, 4, 8, 16, 16, 16, 1)),
+        (256, Tile(8, 4, 8, 16, 8, 8, 1)),
     ),
     ("dq", "float64"): (
-        (128, Tile(4, 4, 8, 16, 16, 8, 1)),  # 12.2 (64: 10.9); at 64, Tile(4, 8, 8, 8, 8, 8, 1) 9.0
-        (256, Tile(4, 4, 8, 16, 16, 4, 1)),  # 10.7; Tile(2, 4, 8, 16, 16, 4, 1) 6.6
+        (128, Tile(4, 4, 8, 16, 16, 8, 1)),
+        (256, Tile(4, 4, 8, 16, 16, 4, 1)),
     ),
 }
 # Likewise, where tensor cores multiply float64, and how many terms of a sum they take at once: on
-# other GPUs they are as slow as everything else in float64, or slower. TFLOP/s on an H200 with N =
-# 4096, and those of other tiles and of the table above. Backward kernels were not timed.
+# other GPUs they are as slow as everything else in float64, or slower. Forward, they make float64
+# 1.7 times as fast as the table above; backward kernels were not timed. Measured:
+# docs/lab/any_gpu.md, `PRODUCT_TILES`.
 PRODUCTS = {(8, 0): 4, (9, 0): 8, (10, 0): 8}
 PRODUCT_TILES = {
     "forward": (
-        # 20.3; Tile(2, 16, 32, 4, 8, 8, 2) 20.3, Tile(2, 8, 16, 4, 16, 16, 4) 19.4; above 11.9
         (64, Tile(2, 8, 32, 4, 16, 16, 2)),
-        # 20.5; Tile(2, 8, 16, 4, 16, 8, 4) 17.7; above 12.1
         (128, Tile(2, 8, 32, 4, 16, 8, 2)),
     ),
     "dkdv": ((64, Tile(2, 8, 32, 4, 16, 8, 2)),),

@@ -170,72 +170,65 @@ class Row(NamedTuple):
     tile: Tile
 
 
-# By each row that was measured: TFLOP/s of bfloat16 on an H200 with N = 4096, full and causal, and
-# those of another tile (FlashAttention-2: 293, 276 with D = 64; 350, 299; 320, 276). Two blocks run
-# on a multiprocessor, or one of 8 warps. The other rows are chosen for room and registers.
+# A larger tile reads K and V fewer times, and takes registers; two blocks run on a multiprocessor,
+# or one of 8 warps. The rows for the most memory up to D = 32, 64, 128 and 256 are 5 to 25 % faster
+# than FlashAttention-2. Bytes that are spilled outside the products do no harm; at D = 64 a larger
+# tile, which spills, is 1 to 3 % faster, and was not taken. The other rows are chosen for room and
+# registers. Measured: docs/lab/tensor_cores.md, `FORWARD_TILES`.
 FORWARD_TILES = (
-    # with D = 32 233, 215 (FlashAttention-2: 207, 172), with two blocks 220, 201
     Row(32, 163 * KB, Tile(4, 2, 64, 2, True, 3)),
-    # 334, 314; Tile(4, 2, 128, 2, False, 2), which spills, 345, 316
     Row(64, 163 * KB, Tile(4, 2, 64, 2, True, 2)),
-    Row(64, 64 * KB, Tile(4, 2, 64, 1, False, 2)),  # 306, 297
-    # 367, 342 with 108 bytes spilled outside the products; Tile(4, 2, 32, 2, False, 2) 365, 338
+    Row(64, 64 * KB, Tile(4, 2, 64, 1, False, 2)),
     Row(128, 163 * KB, Tile(4, 2, 64, 1, False, 2)),
     Row(128, 99 * KB, Tile(8, 2, 32, 1, False, 1)),
     Row(128, 64 * KB, Tile(4, 1, 32, 2, True, 1)),
     # at D = 192 warps that share rows lose 2 to 8 %
     Row(192, 227 * KB, Tile(8, 1, 128, 1, False, 1)),
-    # 335, 319; Tile(8, 1, 128, 1, False, 1) 315, 274; two ways and 64 keys 322, 305; with N = 16384
-    # 341, 341; 320, 323; 328, 330
     Row(256, 227 * KB, Tile(8, 2, 128, 1, False, 1, 2)),
     Row(256, 163 * KB, Tile(8, 1, 64, 1, False, 1)),
     Row(256, 99 * KB, Tile(4, 1, 32, 1, False, 1)),
     Row(256, 64 * KB, Tile(2, 1, 32, 1, False, 1)),
 )
 
-# With fewer blocks of rows than multiprocessors, or a band over so few keys: time on an H200, and
-# that of the tile above and FlashAttention-2. The band is that of causal attention.
+# With fewer blocks of rows than multiprocessors, or a band over so few keys: smaller tiles are more
+# blocks, which keep more multiprocessors busy, and read K and V more often. They take at most a
+# tenth longer than FlashAttention-2, mostly less, and down to half the time of the tile above. The
+# band is that of causal attention. Measured: docs/lab/tensor_cores.md, `SMALL_TILES`.
 SMALL_TILES = (
-    # 2 heads of 1024: 12 us, 14, 11; 8 heads of 256: 5.9, 7.6, 8.3
     SmallRow(64, 99 * KB, Tile(4, 1, 64, 2, True, 3), 0),
-    # 16 heads of 512: 14 us, 29, 21; 8 heads of 1024: 23, 36, 27
     SmallRow(128, 99 * KB, Tile(4, 1, 128, 1, False, 2), 0),
-    # 4 heads of 2048: 74 us, 89, 69; causal, 8 heads of 512, 32 times: 0.194 ms, 0.211, 0.190
     SmallRow(256, 227 * KB, Tile(4, 1, 64, 1, False, 2), 4096),
 )
 
 # With options that change scores or weights, which take registers. Assembled for Hopper, 64 scores
-# of a lane and 32 columns with D = 128 fit; for other GPUs they spill.
+# of a lane and 32 columns with D = 128 fit; for other GPUs they spill. The rows that were timed are
+# as fast as their neighbours, or up to a fifth faster. Measured: docs/lab/tensor_cores.md,
+# `MODIFIED_TILES`.
 MODIFIED_TILES = (
-    # triangle attention: 145; Tile(2, 2, 32, 2, True, 6) 145, Tile(4, 1, 64, 2, True, 4) 140
     Row(32, 163 * KB, Tile(4, 2, 32, 2, True, 3)),
-    # a bias, N = 2048: 226; Tile(4, 1, 64, 2, True, 3) 185
     Row(64, 227 * KB, Tile(4, 2, 64, 2, False, 2)),
     Row(64, 64 * KB, Tile(4, 2, 32, 2, False, 2)),
     Row(128, 227 * KB, Tile(4, 2, 32, 2, False, 2)),
     Row(128, 163 * KB, Tile(4, 1, 64, 1, False, 2)),
     Row(128, 99 * KB, Tile(8, 1, 64, 1, False, 1)),
     Row(128, 64 * KB, Tile(4, 1, 32, 2, True, 1)),
-    # speed over that of Tile(4, 1, 64, 1, False, 2), N = 4096: a bias 1.02, mask 1.04, dropout 1.10
     Row(256, 227 * KB, Tile(8, 2, 64, 1, False, 1, 2)),
     *(row for row in FORWARD_TILES if row.d == 256 and row.shared < 227 * KB),
 )
 
-# Of float32, whose tiles have twice the columns: high and low. By each row that was measured:
-# float32 TFLOP/s on an H200 with N = 4096, and those of other tiles.
+# Of float32, whose tiles have twice the columns: high and low. So they have half the keys, half the
+# rows, or both, for room; other tiles are up to 4 % slower. Rows for less memory were not timed.
+# Measured: docs/lab/tensor_cores.md, `SPLIT_TILES`.
 SPLIT_TILES = (
-    # 71.0; Tile(4, 2, 64, 2, False, 2) 70.2, Tile(4, 1, 64, 2, False, 3) 70.4
     Row(32, 163 * KB, Tile(4, 1, 64, 2, False, 4)),
-    # 84.0; Tile(4, 1, 32, 2, False, 4) 83.5, Tile(4, 1, 64, 1, False, 3) 82.3
     Row(64, 163 * KB, Tile(4, 2, 32, 2, False, 2)),
-    # 90.7; Tile(8, 1, 32, 2, False, 1) 89.2, Tile(4, 1, 32, 2, False, 2) 86.8
     Row(128, 227 * KB, Tile(4, 1, 32, 1, False, 3)),
     Row(128, 163 * KB, Tile(4, 1, 32, 1, False, 2)),
     Row(256, 163 * KB, Tile(4, 1, 32, 1, False, 1)),
 )
+# The same with options. Up to D = 32 a tile that spills was a little faster with a bias, and was
+# not taken. Measured: docs/lab/tensor_cores.md, `MODIFIED_SPLIT_TILES`.
 MODIFIED_SPLIT_TILES = (
-    # B = 384, H = 4, N = 384, D = 32 with a bias: 469 us; Tile(4, 1, 64, 2, False, 2) 514, Tile(4,
-    # 1, 32, 2, False, 3) 490, Tile(4, 1, 32, 2, False, 4), which spills, 451
     Row(32, 163 * KB, Tile(4, 2, 32, 2, False, 2)),
     Row(64, 163 * KB, Tile(4, 1, 64, 1, False, 2)),
     *(row for row in SPLIT_TILES if row.d > 64),

@@ -26,17 +26,18 @@ SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}
 BEYOND_SOFTCAP = ("score_mod", "bias", "mask", "dropout")
 # By an estimate, tanh is off by up to 2**-22 of it, which a score has to bear.
 GREATEST_SOFTCAP = 1024
-# Up to here tiles have too few products to hide the loads of a bias or a mask of each pair. Time of
-# sm80, with more warps, over that of sm90 on an H200: forward, N = 4096, a mask, 0.90 at D = 64 and
-# 1.17 at 128; backward, N = 384, a bias, 0.87 at D = 32; N = 2048, 1.00 at D = 64, and with the
-# gradient of the bias 1.13, before the copy engine brought the bias.
+# Up to here tiles have too few products to hide the loads of a bias or a mask of each pair, and
+# `sm80`, which has more warps, is faster, by a tenth or so; beyond, `sm90` is as fast or faster.
+# Gradients were timed before the copy engine brought the bias. Measured:
+# docs/lab/hopper_forward.md, `MOST_WAITING`.
 MOST_WAITING = {"forward": 64, "backward": 32}
-# The same forward, where the copy engine brings them; at D = 64 sm80 takes 1.14 times as long with
-# a bias, 1.19 with a mask, and below nothing was timed.
+# The same forward, where the copy engine brings them: at D = 64 `sm90` is the faster by then, and
+# below nothing was timed. Measured: docs/lab/hopper_forward.md, `MOST_WAITING_FOR_COPIES`.
 MOST_WAITING_FOR_COPIES = 32
 # Queries of all heads that share keys up to which sm80's tiles of few queries are as fast, up to
-# head dimension 64 and beyond. Time of sm80 over that of sm90 on an H200, 16 x 32k keys of 8 heads:
-# D = 64, 64 queries 0.95, 128 1.88; D = 128, 32 1.00, 40 1.47, 64 1.50, 128 2.81.
+# head dimension 64 and beyond. Few queries take as long as K and V need from memory, on either; of
+# more, they take as long as products, which Hopper's own instructions make in less time. Measured:
+# docs/lab/hopper_forward.md, `MOST_OF_OTHERS`.
 MOST_OF_OTHERS = {64: 64, MAX_HEAD_DIM: 32}
 STORED = "o", "dq", "dk", "dv"  # results that kernels store through tensor maps, or in vectors
 GREATEST_RATIO = 1e38  # of scale to softcap, within float32 also times 2 log2(e)

@@ -22,16 +22,14 @@ FEWEST_TILES = 4  # of keys that are worth a part of their own
 ZIGZAG_TURNS = 64  # items per multiprocessor from which on their order does not matter
 ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
 # Work that a section may leave to one more than the best does, if it is smaller: more blocks at
-# work at the same time then read the same keys. Causal, speed of sections of 22, 33, 44, 66 heads
-# over that of the most even one (UNEVEN = 1), H100: D = 64, N = 1k 1.05, 1.05, 1.06, 1.06; D = 128,
-# N = 512 1.04, 1.02, 1.02, 1; N = 1k 1.05, 1.04, 1.04, 1; N = 2k 1.09, 1.09, 1.05, 1; D = 256, N =
-# 512 1.00, 1.01, 0.94, 1. On an H200 D = 128, N = 512 1.00, 1.00, 0.99, 1; N = 1k 0.99, 0.99, 0.99,
-# 1; N = 2k 1.01, 1.01, 1.00, 1. What the best leaves is 0.5 to 3 % more than the mean.
+# work at the same time then read the same keys. That makes causal attention up to 9 % faster on an
+# H100, and is all the same on an H200, whose memory is faster; a section that is less even leaves
+# multiprocessors without work in the end. What the best leaves is 0.5 to 3 % more than the mean.
+# Measured: docs/lab/any_gpu.md, `UNEVEN`.
 UNEVEN = 1.007
-# The same where a head has few row blocks: there, memory sets the speed. Causal, N = 512, over the
-# section that `UNEVEN` chooses, with 6 heads; with 1: D = 64 H100 1.00; 0.99, H200 1.00; 0.99; D =
-# 128 1.03; 1.03, 1.01; 1.02; D = 256 1.01; 1.01, with 2 on an H200 1.00. With eight row blocks a
-# section of 6 is slower (0.98 to 0.99).
+# The same where a head has few row blocks: there, memory sets the speed, and smaller sections are
+# up to 3 % faster. With eight row blocks they are slower. Measured: docs/lab/any_gpu.md,
+# `UNEVEN_OF_FEW`.
 FEW_ROW_BLOCKS, UNEVEN_OF_FEW = 4, 1.025
 # Sections that are tried have at least a head for every so many multiprocessors, and multiples of a
 # head for every so many.

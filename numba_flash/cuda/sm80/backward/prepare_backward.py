@@ -40,8 +40,9 @@ SUMS_AT_WORK = 2**25
 SUMS_OF_COPIES = 2**27  # bytes of all copies, if there are several
 # Blocks of keys of one head are behind each other by LAG tiles and those that share a flag. Under a
 # band, where some have fewer tiles than others, waiting for that may take 1 / PATIENCE of their
-# time. Without one, sums in the cache gain more (H200, bfloat16, D = 256, over FlashAttention-2 for
-# N = 512, 1k, 2k, 4k: 1.24, 1.13, 1.03, 0.96; by PATIENCE 1.12, 0.94, 0.93, 0.98).
+# time. Without one, as many blocks of a head are at work as leave its sums in the cache, which
+# makes D = 256 up to a fifth faster than PATIENCE would. Measured: docs/lab/tensor_cores.md,
+# `PATIENCE`.
 LAG, PATIENCE = 2, 8
 
 

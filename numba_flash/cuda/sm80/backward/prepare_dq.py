@@ -12,8 +12,9 @@ from numba_flash.cuda.sm80.backward.backward_tiles import DqTile
 from numba_flash.cuda.work import grid
 
 MOST_BYTES = 2**32  # of dS; beyond that dQ is added up in memory
-# Over FlashAttention-2, D = 256, bfloat16, an H200: N = 512 to 16384, full and causal, 1.24 as a
-# geometric mean, at least 1.09; with sums of dQ in memory 1.02, at least 0.92; with 4 stages 1.24.
+# Tiles of dS that are on their way; a fourth stage gains nothing. At D = 256 a pass with dS in
+# memory is a fifth faster than one with sums of dQ there. Measured: docs/lab/tensor_cores.md,
+# `STAGES`.
 STAGES = 3
 
 

@@ -24,14 +24,17 @@ from numba_flash.cuda.sm80.tiles import (
 
 LINE = 64  # columns, 128 bytes of shared memory
 RESERVED = KB  # of the shared memory of each block, by the driver
-# Parts of the keys whose results the last of their blocks makes one; of more, a second kernel. If
-# so many parts have no more tiles each than that, there are no more. Keys of 8 heads, D = 128, in a
-# graph on an H200: 4k in 16 parts 11.5 us, in 32 14.8, by two kernels 11.4; 8k 14.5, 17.7, 14.5.
+# Parts of the keys whose results the last of their blocks makes one; of more, a second kernel does.
+# More parts keep more multiprocessors busy, but the last block reads all of their results, which
+# takes over a fifth longer with 32 than with 16; in a graph a second kernel takes no longer. If so
+# many parts have no more tiles each than FEW_TILES_EACH, there are no more. Measured:
+# docs/lab/tensor_cores.md, `MOST_JOINED`.
 MOST_JOINED, FEW_TILES_EACH = 16, 4
 ENOUGH_BLOCKS = 2  # of a multiprocessor, for parts of the keys
-# Of parts that are joined, a thread asks for the first, or for all, before it uses one. In a graph
-# on an H200: 4k keys in 16 parts 9.9 us by 8 at a time, 9.6 by 16; 8k 12.8 and 12.4; 1k in 8 parts
-# 7.2 and 7.7.
+# Of parts that are joined, a thread asks for the first, or for all, before it uses one. If more are
+# asked for at once, memory is waited for less often, but there are more to ask for where keys are
+# few: with 8 parts a kernel that asks for 16 takes 7 % longer, with 16 it takes 3 % less. Measured:
+# docs/lab/tensor_cores.md, `FIRST_ASKED`.
 FIRST_ASKED = 8
 
 
@@ -109,17 +112,12 @@ class FewRow(NamedTuple):
     tile: FewTile
 
 
-# On an H200, bfloat16, us of graphs in two processes, which differ by as much as where memory lies.
-# D = 128, group of 8: 16 x 32k keys, of which a multiprocessor has one block, 483.0 and 474.5 (Q
-# not in registers 483.4, 475.3; 8 warps, 256 keys, 1 stage 482.7, 473.9; 4, 128, 1 475.4 in the
-# second; rows that are no lines 508.4 in the first), cuDNN 478.6, 486.1, a kernel that only reads
-# 479.9, 469.6. 1 x 131k in 16 parts 128.4, 127.1 (128.7, 127.3; 127.9, 126.9; 126.9; 134.3), cuDNN
-# 129.8, 132.9. 1 x 8k 10.8, 10.7 (10.9, 10.8; 11.0, 10.6; 12.7), cuDNN 11.5, 11.4; 1 x 1k 7.3, 7.4
-# (7.4, 7.5; 8.1, 8.1; 7.4), cuDNN 6.4, 6.8. Warps that wait for each other: as fast at 16 x 32k,
-# 1 x 8k 11.1. D = 64, 64 x 4k: 485.7, 473.4 (3 stages of 2 blocks 481.3, 477.7; 1 of 4 482.6 in
-# the second; no lines 498.7 in the first), cuDNN 479.1, 488.5. Nothing around each copy: as fast
-# where rows are lines, else 518 instead of 501. Rows for less memory and of 32 queries were not
-# compared.
+# What counts is how many bytes are on their way: tiles differ by less than two processes do, in
+# which memory lies elsewhere, and are as fast as a kernel that only reads, or cuDNN. But rows of
+# shared memory have to be whole lines of 128 bytes, without which long sequences take 3 to 6 %
+# longer, and more if the cache fetches nothing around each copy (`around`). Of 1k keys, fewer warps
+# are faster. Warps do not wait for each other, which shorter sequences would feel. Rows for less
+# memory and of 32 queries were not compared. Measured: docs/lab/tensor_cores.md, `FEW_TILES`.
 FEW_TILES = (
     FewRow(64, 16, 227 * KB, FewTile(4, 1, 128, 2, True, 3)),
     FewRow(64, 16, 99 * KB, FewTile(4, 1, 128, 2, True, 3, apart=False)),

@@ -35,9 +35,8 @@ CHUNKS = ROUNDED_COLUMNS // 8
 ROUNDED_BYTES, CHUNK_BYTES = 2 * ROUNDED_ROWS * ROUNDED_COLUMNS, 4 * ROUNDED_ROWS * 8
 WORDS_BYTES = 64
 # Slots of what is rounded, and of sums, by queries of a tile: as many as there is room for, since
-# sums on their way set the pace. With three of these and two of what is rounded, over that, H200,
-# N = 512: D = 64 full 1.00, causal 0.94; D = 128 full 0.98, causal 0.98; N = 1024, 2048 0.99 to
-# 1.01.
+# sums on their way set the pace. With fewer, short sequences are up to 6 % slower, and longer ones
+# hardly. Measured: docs/lab/hopper_backward.md, `SUM_SLOTS`.
 ROUNDED_SLOTS, SUM_SLOTS = {64: 1, 128: 2}, {64: 5, 128: 8}
 
 
@@ -279,20 +278,14 @@ class DqTile(WarpGroups):
 
 WIDE_DQ_TILE, DQ_TILE = DqTile(listed=False), DqTile(listed=True)
 
-# With each row: cuDNN's time divided by its own at N = 1k, 4k, 16k, full, and what was tried
-# instead, over its speed or cuDNN's; bfloat16, B N = 16384, 2048 / D heads, deterministic, H200,
-# each pair in one process.
+# Registers limit the tile: they hold dK, dV, S and dP, so that there are 128 queries up to D = 64,
+# and half as many at D = 128, where S of the next tile is begun ahead. At D = 128 nothing else that
+# was tried came nearer than 2 %; sums of dQ cost at most a tenth, as timings without them show. At
+# D = 256 the wide tile does not add dQ up in memory. Measured: docs/lab/hopper_backward.md,
+# `BACKWARD_TILES`.
 BACKWARD_TILES = (
-    # dS kept is 1.03 times as fast (16k, causal). Without that 1.21, 1.20, 1.20, and
-    # BackwardTile(128, 2, 2, True) 0.93, 0.84, 0.87 of it
     Row(ANY, 64, 64, BackwardTile(128, 2, 2, False, keeps_ds=True)),
-    # 1.13, 1.09, 1.11; BackwardTile(64, 3, 2, False) 0.96, 0.95, 0.91 of it; dS not kept, and dQ
-    # let go a product later, 0.98, 0.98, causal 0.98, 0.98 (2k, 16k). Full, 2k and 8k: 80 queries,
-    # dQ^T for dQ, 0.96, 0.97; dQ of a tile behind dV of the next 0.97, 0.97; dK behind dP of the
-    # next 0.97 (4k, 16k); dV before dP is waited for 0.94, 0.93. Nothing added to dQ 1.05, 1.10; if
-    # the card rests in between, so that power is no limit, 1.05, 1.04
     Row(ANY, 128, 128, BackwardTile(64, 3, 2, True, keeps_ds=True)),
-    # 1.34, 1.18, 1.24; with dQ added up in memory, from registers, 0.95, 0.71, 1.12
     Row(ANY, 256, 256, WideTile()),
 )
 
@@ -310,8 +303,9 @@ def backward_tile(problem) -> BackwardTile | WideTile:
     return with_options(fitting(BACKWARD_TILES, problem), problem.options)
 
 
-# TFLOP/s of float32 on an H200, N = 4096: at D = 64 167; at 128 162, causal 153, where those of
-# `sm80` reached 90 and 78.
+# Of float32, whose tiles have two planes of each operand, and so half as many queries at D = 64.
+# They are nearly twice as fast as those of `sm80`. Measured: docs/lab/hopper_backward.md,
+# `SPLIT_TILES`.
 SPLIT_TILES = (
     Row(ANY, 64, 64, BackwardTile(64, 2, 2, False, planes=2)),
     Row(ANY, 128, 128, BackwardTile(64, 2, 1, False, planes=2, shares_keys=True)),

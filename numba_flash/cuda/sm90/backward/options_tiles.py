@@ -11,14 +11,12 @@ MOST = 128  # head dimension
 
 SMALL = BackwardTile(128, 2, 2, False, part=64, noted=True)
 LARGE = BackwardTile(64, 3, 2, False, part=32, noted=True)
-# By whether options are `crowded`. Chosen by registers. Gradients, that of a bias among them, which
-# batch elements share, bfloat16, N = 2048, 64 heads in all, on an H200: at D = 64 0.848 ms where
-# the copy engine brings the bias, 0.954 where threads read it a part ahead, 1.044 where they wait
-# for it at once; at D = 128 1.256, 1.475 and 1.633. Where they read what the engine brought behind
-# the products of its part, 0.523 ms without the gradient of the bias at D = 64; before them 0.500
-# (predicted: 0.507); not timed at D = 128. Of a mask of pairs read a part ahead, fp16, N = 4096:
-# 2.22 ms, else 2.51. With a function of the score, that P is made before dP is waited for costs 2
-# %: 1.71 ms, else 1.67.
+# By whether options are `crowded`. They were chosen by registers. Where the copy engine brings a
+# bias, gradients are faster than where threads read it a part ahead, and these faster than where
+# they wait for it at once; a mask of pairs is read a part ahead, too. To read what the engine
+# brought before the products of its part is faster than behind them (not timed at D = 128). With a
+# function of the score, P is made before dP is waited for, which costs 2 % there. Measured:
+# docs/lab/hopper_backward.md, `TILES`.
 TILES = {
     False: (Row(ANY, 64, 64, SMALL), Row(ANY, MOST, MOST, LARGE)),
     True: (
@@ -33,13 +31,11 @@ LISTED_TILES = tuple(
     for row in BACKWARD_TILES
     if row.d <= MOST
 )
-# Where blocks of a mask hold whole tiles of dS, beyond head dimension 64. Speed over the kernel
-# that adds to dQ in memory, on an H200, N = 16384, 16 heads, random blocks of which 50, 20, 10 and
-# 5 % are visible: D = 128 1.08, 1.21, 1.25, 1.25. Since dV and dK leave at once the main kernel
-# takes 0.97 and 0.94 of the time at 10 and 5 %; claiming an item 1, 4 or 8 tiles ahead, or a whole
-# item, is all the same. (At D = 64 a tile of 128 queries, two slots of each ring, not ahead,
-# reached 0.96, 1.05, 1.06, 1.09, for 4 GB more memory; one of 64, three of Q and of dO, ahead,
-# 0.89, 0.97, 1.01, 1.05.)
+# Where blocks of a mask hold whole tiles of dS, beyond head dimension LEAST_STORING: tiles of dS go
+# to memory, and another kernel sums dQ. Nobody waits in turns then, which gains the more the
+# sparser the mask is, up to a quarter at D = 128. How many tiles ahead an item is claimed is all
+# the same. At D = 64 it gains at most a tenth, for 4 GB more memory. Measured:
+# docs/lab/hopper_backward.md, `STORING_TILE`.
 STORING_TILE = BackwardTile(64, 3, 2, True, noted=True, k_stages=2, in_slots=True)
 LEAST_STORING = 64
 

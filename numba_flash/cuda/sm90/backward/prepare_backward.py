@@ -37,17 +37,15 @@ from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 # Work items of a multiprocessor, up to which the kernels of a pass that adds up dQ are launched
-# early. On an H200, bfloat16, 2048 / D heads, one batch element with 512, 1024, 2048, 4096 queries,
-# which have up to 8 items, that was 1.063, 1.019, 1.040, 1.009 times as fast at D = 128, causal;
-# 1.049, 1.013, 1.025, 1.006 without a band; 1.029, 1.019, 1.028, 1.002 and 1.048, 1.014, 1.019,
-# 1.005 at D = 64. As many batch elements as have 16384 queries in all have 15 to 31 items: 0.991 to
-# 0.999. Only with more items may the main kernel round dQ.
+# early, before the kernel in front of them has ended. That saves the beginning of a kernel, up to 6
+# % of a short pass; of a long one it costs up to 1 %. Only with more items may the main kernel
+# round dQ. Measured: docs/lab/hopper_backward.md, `MOST_ITEMS_EARLY`.
 MOST_ITEMS_EARLY = 8
-# Bytes of sums of dq of heads whose blocks of keys are handed out together, where these wait for
+# Bytes of sums of dQ of heads whose blocks of keys are handed out together, where these wait for
 # each other at tiles of lists: the more heads, the fewer blocks of one are at work at the same
-# time, and the less they wait, but the less of the sums is in the L2 cache. D = 128, N = 16384, 16
-# heads, random blocks of which 50, 20, 10 and 5 % are visible, on an H200: 6.3, 2.8, 1.6, 1.03 ms;
-# half as many bytes 6.4, 3.2, 1.9, 1.32; twice as many 7.1, 3.0, 1.6, 0.96.
+# time, and the less they wait, but the less of the sums is in the L2 cache. With half as many bytes
+# every mask is slower; with twice as many, dense ones are, and only the sparsest is faster.
+# Measured: docs/lab/hopper_backward.md, `SUMS_AT_WORK`.
 SUMS_AT_WORK = 2**26
 
 

@@ -25,18 +25,18 @@ from numba_flash.cuda.work import grid
 from numba_flash.cuda.work.prepare_tile_lists import LISTS, own_axes
 
 # Bytes of dS at a time: all of 8 heads at N = 16k, or, of 10 % of the blocks, of 80. Each section
-# costs two launches, also if there are no tiles left. On an H200, D = 128, N = 16k, 16 heads, half
-# of it takes 1.03, 1.01, 1.01 and 1.02 times as long where 50, 20, 10 and 5 % are visible.
+# costs two launches, also if there are no tiles left, so that half as many bytes take 1 to 3 %
+# longer. Measured: docs/lab/hopper_backward.md, `WORKSPACE`.
 WORKSPACE = 2**32
 # Bytes of Q and dO of heads whose blocks of keys are handed out together, so that they stay in the
-# L2 cache (50 MB on an H200) beside dS, which passes through it. There, all 16 heads at once, 2**27
-# bytes, take 1.01, 1.00, 1.01 and 1.02 times as long as two.
+# L2 cache (50 MB on an H200) beside dS, which passes through it. Eight times as many take up to 2 %
+# longer. Measured: docs/lab/hopper_backward.md, `QUERIES_AT_WORK`.
 QUERIES_AT_WORK = 2**24
 SLOT_THREADS = 1024
 # Sections, up to which there are two launches for each, also where a mask leaves no tiles; beyond,
-# blocks add to dq. Time of storing dS over that of adding where there may be so many, H100, D =
-# 128: 2 heads of 2**20 queries and keys, 2 % of the tiles visible, 0.83, 0.2 % 1.14; 8 heads of
-# 2**19, 1 %, 0.97. With 32 heads of 2**20 there may be 16384 sections.
+# blocks add to dQ. To store dS is faster where 1 % of the tiles or more are visible; of a sparser
+# mask most launches find nothing, and adding is faster. With 32 heads of 2**20 queries there may be
+# 16384 sections. Measured: docs/lab/hopper_backward.md, `MOST_SECTIONS`.
 MOST_SECTIONS = 1024
 
 

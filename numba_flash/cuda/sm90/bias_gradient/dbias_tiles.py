@@ -83,8 +83,8 @@ class DbiasTile(WarpGroups):
 
 
 # Of 128 queries by 128 keys; and where registers have to hold more than a bias of 16 bits and one
-# other option. By 192 keys, which lack registers, gradients took longer (H200, bfloat16, a bias of
-# 16 heads, N = 2048, 4 in a batch): 1.09 ms at D = 64 and 1.60 at 128; with these 1.05 and 1.56.
+# other option. By 192 keys, fewer tiles of queries are read, but registers are missing, and
+# gradients take 3 to 4 % longer. Measured: docs/lab/hopper_backward.md, `TILES`.
 TILES = (
     Row(ANY, 64, 64, DbiasTile(64, 2, 4, 16, 40)),
     Row(ANY, MOST, MOST, DbiasTile(64, 2, 4, 5, 40)),
@@ -103,10 +103,11 @@ def dbias_tile(problem) -> DbiasTile:
     return fitting(rows, p)
 
 
-# By batch elements that are summed. Gradients of 16 heads, N = 2048, 4 in a batch, bfloat16, with
-# that of the bias, on an H200: 0.732 ms, with that of `TILES` 0.852. Its own part of that
-# is 0.21 instead of 0.33 (predicted: 0.17); 0.25 where K and V had slots of their own, and S of the
-# next step began behind the exponentials. Of one to three elements nothing was timed.
+# By batch elements that are summed. Sums of several elements stay in registers, so that the kernel
+# of the bias takes two thirds of the time that it takes with `TILES`; K and V have no slots of
+# their own: with these, and S of the next step begun behind the exponentials, it took a fifth
+# longer. Of one to three elements nothing was timed. Measured: docs/lab/hopper_backward.md,
+# `ROWS_TILES`.
 ROWS_TILES = {
     1: DbiasTile(PANEL, 1, 4, 4, elements=1, pair_stages=2),
     2: DbiasTile(PANEL, 1, 4, 4, elements=2, pair_stages=2),
@@ -213,16 +214,11 @@ class QueriesTile(WarpGroups):
         return lay_out(table, do=of_tile, o=2 * of_tile, v=of_keys)
 
 
-# Triangle attention, bfloat16, B = 384, H = 4, N = 384, D = 32, with the gradient of the bias:
-# predicted 260 to 350 us, on an H200 400 to 410, sm80 598, FlexAttention 596; with -inf in the
-# bias 422. dQ and dbias are 189 of them (sm80 330), 3.0 TB/s from the L2 cache; with S of the next
-# chunk beside the sums of this one 291. dK and dV are 221 (sm80 266), predicted 140; but with
-# products of the next tile beside the exponentials of this one 225, with the bias by products with
-# the unit matrix 237, by three consumers 225. N = 256, B = 256: 148, sm80 199. In another
-# process dK and dV are 190 with tiles of 96 queries that are given back one tile later, 197 with
-# these tiles alone, 204 with 64 queries, given back later or not; where consumers take turns 191
-# to 240. All is 378 then (FlexAttention 578), 392 with 64 queries; where consumers of dQ take
-# turns 424, where its S begins with the bias 422, with 5 shares 393.
+# Chosen for triangle attention, N = 384, D = 32. One kernel makes dQ and dbias, and one dK and dV;
+# together they take two thirds of the time of `sm80`. The first reads 3 TB/s from the L2 cache. Of
+# the second, tiles of 96 queries take a little less time than those of 64. Neither got faster where
+# consumers take turns, where work of the next tile lies beside that of this one, or with three
+# consumers. Measured: docs/lab/hopper_backward.md, `STAGES`.
 STAGES, KV_STAGES = {64: 6, 96: 4}, 2  # of `KeysTile`, for its queries
 KEYS = 128  # of its block
 CONSUMERS = 2  # of `QueriesTile`

@@ -11,67 +11,48 @@ from numba_flash.cuda.sm90.arguments import may_go_upward
 from numba_flash.cuda.sm90.tiles import DQ_PART
 from numba_flash.cuda.work import grid
 
-# Bytes of sums of dq that blocks at work at the same time add to. With their queries and gradients,
-# which are as many, they stay in the L2 cache (50 MB on an H100). Full, H100, speed over that with
-# twice as many: D = 64, N = 4k and 8k 1.02, 1.00; D = 128, N = 2k to 16k 1.02, 0.995, 0.995, 1.00.
+# Bytes of sums of dQ that blocks at work at the same time add to. With their queries and gradients,
+# which are as many bytes, they stay in the L2 cache (50 MB on an H100). Twice as many make full
+# attention up to 2 % slower. Measured: docs/lab/hopper_dq.md, `SUMS_AT_WORK`.
 SUMS_AT_WORK = 2**24
-# How many sections, the last, go downward, the longest blocks first, for the sake of an even end,
-# while all others go upward; and turns of the GPU that a section takes, from how many blocks of
-# keys of a head on: otherwise one turn. Causal, N = 512, 1k, 2k, 4k, 8k, 16k, speed over all
-# downward with AT_WORK, sections of one turn: H200, D = 64 1.06, 1.05, 1.06, 1.05, 1.04, 1.02; D =
-# 128 1.03, 1.03, 1.02, 1.01, 1.01, 1.00; H100 1.06, 1.05, 1.09, 1.07, 1.06, 1.03; 1.06, 1.07, 1.07,
-# 1.04, 1.02, 1.00. Of two turns: H200 1.06, 1.04, 1.07, 1.06, 1.05, 1.03; 1.03, 1.03, 1.03, 1.02,
-# 1.02, 1.01; H100 1.06, 1.04, 1.09, 1.09, 1.07, 1.04; 0.96, 1.01, 1.07, 1.05, 1.03, 1.02. Of half a
-# turn, H200 1.07, 1.04, 1.05, 1.03, 1.03, 1.02; 1.04, 1.00, 0.99, 0.98, 0.97, 1.00; of four, H100
-# 0.99, 1.03, 1.08, 1.08, 1.07, 1.03; 0.79, 0.75, 0.72, 0.73, 0.80, 0.89. Of two turns, but none
-# downward, H200 1.05, 1.03, 1.04, 1.03, 1.02, 1.00; 1.01, 0.99, 0.98, 0.97, 0.96, 0.96; of one, but
-# two downward 1.05, 1.04, 1.05, 1.03, 1.02, 1.00; 1.02, 1.00, 0.99, 0.98, 0.97, 0.96.
-# Where the main kernel rounds dQ, one turn over two: N = 2k, D = 64, 128, H200 1.00, 1.00, H100
-# 1.00, 1.09; N = 4k, H100 0.99, 0.99.
-# Those of which two share keys, D = 64, upward in sections of one turn, over downward, of two: H200
-# 1.005, 1.02, 1.01, 1.02, 1.02, 1.03, H100 1.03, 1.03, 1.01, 1.03, 1.02, 1.02.
+# The last DOWNWARD sections of a causal pass go downward, the longest blocks first, so that all
+# multiprocessors end at about the same time; all others go upward, where blocks hardly wait for
+# each other. A section takes TURNS turns of the GPU if a head has MANY_BLOCKS blocks of keys,
+# otherwise one turn. In a shorter section fewer heads have their sums in the L2 cache at the same
+# time, but there are more sections; with four turns, D = 128 is up to 28 % slower than all
+# downward, presumably since the sums no longer fit. With no section downward, or with two, long
+# sequences get a few percent slower. Measured: docs/lab/hopper_dq.md, `DOWNWARD`.
 DOWNWARD, TURNS, MANY_BLOCKS = 1, 2, 24
 # How many head dimensions the heads that share keys have together decides the order: up to
 # UPWARD_DIMS upward, from SWING_DIMS on in swings (from half of that on where memory is slow), in
-# between downward. A section takes SWINGS turns of the GPU, each of them one swing, if a head has
-# SWING_BLOCKS; otherwise TURNS. Memory is slow below SLOW_MEMORY bytes a second: what has left the
-# L2 cache comes back later. By clock and wires an H100 has 3.35e12 and an H200 4.92e12; nothing in
-# between was measured. Measured before there was asv_bench/studies/orders.py, which does so anew:
-# in bfloat16, without options, N = 512, 1k, 2k, 4k, 8k, 16k: two of D = 128, upward, over downward,
-# H200 0.97, 0.97, 1.01, 1.01, 1.01, 1.03, H100 0.86, 0.73, 0.72, 0.78, 0.87, 0.96; four of D = 64
-# H200 0.98, 0.98, 1.00, 1.01, 1.02, 1.01, H100 0.87, 0.77, 0.78, 0.85, 0.94, 0.98. Eight of D = 128
-# in swings, over downward: H200 1.05, 1.05, 1.05, 1.03, 1.02, 1.02, H100 1.11, 1.18, 1.16, 1.19,
-# 1.16, 1.14; four of them H200 1.00, 0.99, 0.99, 0.98, 0.96, 0.97, H100 1.06, 1.08, 1.04, 1.04,
-# 1.00, 1.00; eight of D = 64 H200 1.01, 0.99, 1.00, 0.98, 0.97, 0.97, H100 1.04, 1.05, 1.03, 1.03,
-# 1.00, 0.99. With SWINGS changed by hand, two, from N = 2k on: H200 1.04, 1.02, 1.01, 0.98, H100
-# 1.19, 1.18, 1.14, 1.11; eight 1.06, 1.03, 1.02, 1.01, 1.16, 1.19, 1.15, 1.14; four where a head
-# has fewer blocks, N = 512, 1k: H200 0.90, 1.03, H100 0.85, 0.94.
+# between downward. Upward, tiles of all these heads push each other out of the L2 cache; swings
+# keep them there, but blocks wait at both ends, which costs less the more steps lie between. A
+# section takes SWINGS turns of the GPU, each of them one swing, if a head has SWING_BLOCKS;
+# otherwise TURNS. Memory is slow below SLOW_MEMORY bytes a second: what has left the L2 cache comes
+# back later. By clock and wires an H100 has 3.35e12 and an H200 4.92e12; nothing in between was
+# measured. Measured: docs/lab/hopper_dq.md, `SWINGS`.
 UPWARD_DIMS, SWING_DIMS, SWINGS, SWING_BLOCKS, SLOW_MEMORY = 128, 1024, 4, 16, 4.1e12
 # How full the turns of a section of swings may be, at least and at most, so that sections are
 # alike: in a smaller last one several swings of a head would be at work at the same time, of which
-# the later wait. Not measured: by counting who waits, 132 multiprocessors that do a tile a step are
-# at work 0.69 of the time for 10 heads of 128 blocks in sections of 4, 0.82 in sections of 5, 0.94
-# downward; 13 heads in sections of 4 0.68, downward 0.92. What was measured above has 0.80 and
-# 0.88.
+# the later wait. A wider range admits more problems, whose multiprocessors wait longer. This was
+# not timed: who waits was counted, for multiprocessors that do a tile a step. Counted:
+# docs/lab/hopper_dq.md, `FULL`.
 FULL = 3 / 4, 4 / 3
-# Fewest blocks of keys under a band for which packed sequences may be added in any order.
+# Fewest blocks of keys under a band for which packed sequences may be added in any order. With
+# fewer, to begin with zeros costs more than nobody waiting gains. Measured: docs/lab/hopper_dq.md,
+# `MANY_PACKED`.
 MANY_PACKED = 16
 # Blocks of keys of one head that are at work at the same time under a mask and a band, by the
 # queries of a tile. They go downward, and wait for each other at the first tile, longer if they are
-# more, or tiles larger; if they are fewer, more heads have their tiles and sums in the L2 cache.
-# Measured without a mask, when all went downward: causal, TFLOP/s at N = 1k, 4k, 8k. D = 64 on an
-# H200 with two 328, 451, 484, three 331, 452, 481, four 303, 447, 480; on an H100 293, 394, 370;
-# 305, 431, 480; 283, 444, 493. D = 128 on an H200 with four 352, 488, 526, six 347, 484, 518; on an
-# H100 311, 476, 529; 323, 482, 521.
+# more, or tiles larger; if they are fewer, more heads have their tiles and sums in the L2 cache,
+# which matters for long sequences on an H100, whose memory is slower. All were timed without a
+# mask. Measured: docs/lab/hopper_dq.md, `AT_WORK`.
 AT_WORK = {64: 4, 128: 3}
 # FEWEST_ROUNDED, by rows of a tile: blocks of keys that add to one, in the mean, times the head
-# dimensions of Q and of V together. With fewer the warp does not keep up; with more than
-# MOST_ROUNDED there is nothing to gain. In bfloat16, 2048 / D heads, 16384 queries in all, speed
-# over rounding after it, N = 512, 1024, 2048: H200, D = 64 full 1.07, 1.04, 1.02, causal 1.07,
-# 1.07, 1.03; D = 128 full 0.97, 1.03, 1.01, causal 0.90, 1.05, 1.03. H100, D = 64 full 1.10,
-# 1.06, 1.03, causal 1.09, 1.10, 1.06; D = 128 full 0.93, 1.02, 1.02, causal 0.89, 1.00, 1.06.
-# Longer: H200, N = 3072 causal, D = 64 1.02, D = 128 1.02; N = 4096, 8192, D = 128 full 1.00,
-# 0.99. H100, N = 4096 causal, D = 64 1.02, D = 128 1.02.
+# dimensions of Q and of V together, from which on a warp of the main kernel rounds dQ. With fewer
+# the warp does not keep up, and a pass is up to a tenth slower; with more it is up to a tenth
+# faster, since no other kernel reads the sums from memory again. With more blocks than MOST_ROUNDED
+# that no longer matters. Measured: docs/lab/hopper_dq.md, `FEWEST_ROUNDED`.
 FEWEST_ROUNDED = {128: 320, 64: 1152}
 MOST_ROUNDED = 24
 
@@ -80,11 +61,10 @@ def ordered(p, tile, deterministic: bool) -> bool:
     """Whether blocks of keys add to dQ in turns: if that has to be deterministic, or is as fast so.
     What is not added in memory needs no turns.
 
-    Additions in any order begin with zeros, but nobody waits. Speed over that in turns where all
-    blocks go downward, as with a mask and packed sequences (but measured without), causal, N = 512,
-    1k, 2k, 4k, 8k, 16k, H100: D = 64 0.88, 0.98, 1.04, 1.06, 1.07, 1.03; D = 128 0.85, 0.98, 1.03,
-    1.03, 1.02, 1.01. Where they go upward, D = 64, 0.84, 0.94, 0.96, 0.97, 1.00, 1.00; without a
-    band at most 1.00, on an H200.
+    Additions in any order begin with zeros, but nobody waits. Where all blocks go downward, as with
+    a mask and packed sequences, that is a few percent faster for long sequences and slower for
+    short ones; where they go upward, or there is no band, it is never faster. All were timed
+    without a mask. Measured: docs/lab/hopper_dq.md, `MANY_PACKED`.
     """
     many = p.band != "none" and grid.blocks(p, p.nk, tile.block_n) >= MANY_PACKED
     waits = p.options.tiled or (p.options.packed and many)

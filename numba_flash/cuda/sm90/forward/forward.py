@@ -12,15 +12,15 @@ What happens to scores is said by a `numba_flash.cuda.sm90.forward.score_stage.S
 scores, or of options, whose bias and mask are read while the tensor cores compute S.
 
 Where there is room for one tile of Q, the next block's cannot come before the last scores of this
-one are there. Then O is finished and stored while it comes, and work items stay apart: at D = 256,
-N = 512, 1k, 2k, 4k and 16k, causal, that is 1.05, 1.02, 1.01, 1.01 and 1.00 times as fast, full
-1.03, 1.04, 1.02, 1.02 and 1.01 (H200).
+one are there. Then O is finished and stored while it comes, and work items stay apart: at D = 256
+that is up to 5 % faster for short sequences, and as fast for long ones.
 
 Below a diagonal the first tiles of a work item alone hide keys, and have a loop of their own. In a
 loop that asks of each tile whether it does, ptxas puts all of the softmax behind the wait for O, so
-that nothing overlaps it: causal, at N = 1k, 4k and 16k, it ran at 0.97, 0.95 and 0.95 of the speed
-at D = 64, at 0.98, 0.93 and 0.94 at D = 256; and at 0.96, 0.96 and 0.98 at D = 128, where a branch
-kept the exponentials before that wait (H200).
+that nothing overlaps it, and causal attention is 2 to 7 % slower; at D = 128 a loop with a branch
+that keeps the exponentials before that wait is 2 to 4 % slower, too.
+
+Measured: docs/lab/hopper_forward.md, `build`.
 """
 
 from numba_flash.cuda.arguments import extras_type, parameters_type

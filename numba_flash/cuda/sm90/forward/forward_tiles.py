@@ -79,33 +79,24 @@ class Tile(Consumers):
         return lay_out(table, added | pairs, o_panels=o_panels)
 
 
-# Per kind of mask. With each row: cuDNN's time divided by its own at the lengths named, on an H100,
-# and others over its speed, on an H200; bfloat16, B N = 16384, 2048 / D heads, each pair in one
-# process.
+# Per kind of mask, up to a number of keys and head dimensions. A larger tile reads K and V fewer
+# times, but leaves room for fewer slots, and has more hidden scores at the edge of a band. Where P
+# is packed early or late was chosen for each row. Neighbours of a row are up to 6 % slower. On an
+# H100 cuDNN is slower, too, but for N = 512 under a band at D = 128 and 256. Measured:
+# docs/lab/hopper_forward.md, `FORWARD_TILES`.
 FORWARD_TILES = {
     "full": (
-        # 512 1.15, 4k 1.17, 16k 1.23; with three slots 0.97, 0.96, 0.95 of it, packed late 0.98
         Row(ANY, 64, 64, Tile(192, 128, 2, 4, 1, True, packs_early=True)),
-        # 512 1.08, 1k 1.11; packed early 0.96, 0.99 of it
         Row(1024, 128, 128, Tile(128, 128, 2, 2, 2, True)),
-        # 4k 1.12, 16k 1.12; packed late 0.99, 0.98 of it, Tile(128, 160, 1, 2, 1, True) 0.96, 0.99
         Row(ANY, 128, 128, Tile(128, 128, 2, 2, 2, True, packs_early=True)),
-        # 512 1.13, 4k 1.16, 16k 1.18; packed late 1.00 of it, with turns 1.00
         Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False, packs_early=True)),
     ),
     "band": (
-        # 512 1.09, 1k 1.01; packed late 0.99, 0.98 of it
         Row(1024, 64, 64, Tile(128, 128, 2, 4, 1, True, packs_early=True)),
-        # 2k 1.14, 16k 1.24; packed late, with three slots, 0.96 of it at 4k and 16k,
-        # Tile(192, 96, 2, 4, 1, True), packed late, 0.95, 0.94
         Row(ANY, 64, 64, Tile(192, 128, 2, 4, 1, True, packs_early=True)),
-        # 512 0.95, 1k 1.13; packed early 0.98, 0.99 of it
         Row(1024, 128, 128, Tile(128, 128, 2, 2, 2, True)),
-        # 4k 1.26, 8k 1.27; packed late 0.99 of it at 4k; Tile(128, 176, 1, 2, 1, True) 0.98 at 8k
         Row(12288, 128, 128, Tile(128, 128, 2, 2, 2, True, packs_early=True)),
-        # 16k 1.28; packed late 0.98 of it; Tile(128, 128, 2, 2, 2, True) 0.99 at 32k
         Row(ANY, 128, 128, Tile(128, 176, 1, 2, 1, True, packs_early=True)),
-        # 512 0.90, 4k 1.26, 16k 1.35; packed late 1.00 of it
         Row(ANY, 256, 256, Tile(128, 64, 1, 2, 2, False, packs_early=True)),
     ),
 }
@@ -140,9 +131,9 @@ def relative_tile(problem, split=False) -> Tile:
 
 # ---- with bias, mask, dropout or a function of the score
 
-# By how many words a lane keeps of bias and mask for four of its scores. Chosen by registers.
-# Packed late, dropout ran at 0.97 of the speed at D = 128 (H200, N = 4096); elsewhere, with a bias
-# or a mask, too, it is all the same.
+# By how many words a lane keeps of bias and mask for four of its scores. They were chosen by
+# registers. Where P is packed early, dropout is a few percent faster at D = 128; elsewhere, with a
+# bias or a mask, too, it is all the same. Measured: docs/lab/hopper_forward.md, `OPTION_TILES`.
 OPTION_TILES = {
     0: (
         Row(ANY, 64, 64, Tile(128, 128, 2, 4, 1, True)),
@@ -167,12 +158,11 @@ OPTION_TILES = {
 }
 
 
-# Where the copy engine brings the bias, or the mask, D = 64, on an H200. A bias, bfloat16, N =
-# 2048, that batch elements share, with consumers that take turns: 0.249 ms; 64 keys 0.301, read by
-# threads 0.335; sm80 0.283, cuDNN 0.290. In another process 0.242, with pairs read ahead 0.245
-# (predicted: 0.230), without turns then 0.236; heads of batch elements one after the other, so that
-# the bias is read from memory once, 0.238 with turns. A mask, float16, N = 4096: 0.896 ms; with
-# three slots of K, V and mask 0.906, read by threads 1.144; sm80 1.068, cuDNN 1.161.
+# Where the copy engine brings the bias, or the mask, up to D = 64. What belongs to pairs takes room
+# that K and V have otherwise; in return no thread waits for it, and the kernel is faster by more
+# than a quarter than with threads that read it from memory, and faster than `sm80` and cuDNN. A
+# bias is read ahead, by consumers that do not take turns. Measured: docs/lab/hopper_forward.md,
+# `COPYING`.
 COPYING = {
     "bias": (Row(ANY, 64, 64, Tile(128, 128, 2, 3, 1, False, 2, 1, True)),),
     "mask": (Row(ANY, 64, 64, Tile(128, 128, 2, 4, 1, True, 2, 2)),),

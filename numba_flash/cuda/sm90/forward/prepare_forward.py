@@ -35,10 +35,11 @@ from numba_flash.cuda.work.prepare_lengths import numbers_of, with_numbers
 from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
-# Work items of a multiprocessor, up to which lengths are numbers. With each, threads choose one of
-# `MOST_LENGTHS`, which took longer on an H200 than to read it, as numbers of 64 bits (they have 32
-# now, which were not timed): of one item 14.2 us instead of 14.1, where another launch takes more;
-# of 15.5 items 207 instead of 200.
+# Work items of a multiprocessor, up to which lengths are numbers, which saves the launch that
+# writes them into an array. With each item, threads choose one of `MOST_LENGTHS`, which takes a
+# little longer than to read it: with one item that is less than a launch, with 15 it is 4 % of the
+# pass. Numbers had 64 bits then; those of 32 bits were not timed. Measured:
+# docs/lab/hopper_forward.md, `FEW_ITEMS`.
 FEW_ITEMS = 4
 
 
@@ -192,10 +193,8 @@ def prepare(chosen: Chosen) -> Prepared:
     numbers = numbers_of(p, (sizes, scales(p)))
     maps = _maps(grid.heads_first(p, inputs.q, inputs.k, inputs.v), tile)
     extras, store = grid.extras_layouts(p, inputs), _store(p, into.layouts.o)
-    # On an H200, bfloat16, 2048 / D heads, one batch element, 512, 1024, 2048, 4096 queries, early:
-    # 1.044, 1.025, 1.013, 1.005 times as fast at D = 128, causal; 1.041, 1.017, 1.005, 1.001
-    # without a band; 1.050, 1.033, 1.011, 1.003 and 1.029, 1.012, 1.005, 1.002 at D = 64. With as
-    # many batch elements as have 16384 queries in all 0.999 to 1.035.
+    # Launched before the kernel in front has ended, a short pass is up to 5 % faster, and a long
+    # one is as fast. Measured: docs/lab/hopper_forward.md, `prepare`.
     given = Given(sizes.items, maps, extras, numbers.prepared, store, early=True)
     forward = _launch(chosen, p, into.layouts, tile, given)
     of_lengths, extras_of, to_map = numbers.of, build_extras(p.options), store == "map"
