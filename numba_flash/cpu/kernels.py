@@ -17,7 +17,8 @@ from numba_flash.cpu.softmax import BackwardRows, ForwardRows
 from numba_flash.cpu.tiles import Axes
 
 # Larger tiles give BLAS larger products; smaller ones stay in the caches of a core, beside what a product reads and writes. Full, these are
-# 1 to 11 % slower than PyTorch's kernel, causal as fast or faster; other sizes are about as fast. Measured: docs/lab/cpu.md, `BLOCK_M`.
+# 1 to 11 % slower than PyTorch's kernel, causal as fast or faster; other sizes are about as fast. Measured: docs/lab/cpu.md, `BLOCK_M`,
+# `BACKWARD_BLOCK_M`.
 BLOCK_M, BLOCK_N = 256, 512
 BACKWARD_BLOCK_M, BACKWARD_BLOCK_N = 192, 256
 
