@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAGES = {  # what the modules of each page in `docs/lab` begin with, in `numba_flash`
-    "hopper_forward": ("cuda.sm90.tier", "cuda.sm90.forward."),
+    "hopper_forward": ("cuda.sm90.tier", "cuda.sm90.forward.", "cuda.sm90.resident_bias."),
     "hopper_backward": ("cuda.sm90.backward.", "cuda.sm90.bias_gradient."),
     "hopper_dq": ("cuda.sm90.dq.",),
     "tensor_cores": ("cuda.sm80.",),

@@ -1,4 +1,4 @@
-"""What was measured for constants are records of a file; the comment beside a constant names the page that shows them, and holds few numbers."""
+"""What was measured for constants are records of a file; the comment beside a constant names their page, and holds few numbers."""
 
 import ast
 import io

@@ -14,8 +14,8 @@ from numba_flash.cuda.work import grid
 
 THREADS, ROWS = 256, 128  # of a block, and the rows that it writes
 # Multiplications of a forward pass of float32 below which the launches of the pre-pass take longer
-# than they save. Time of `sm80` on an H200 over that of IEEE loops, D = 64, forward and backward: 8
-# heads of 256 (2^26) 2.8, 1.8; 8 heads of 1024 (2^30) 0.69, 0.49.
+# than tensor cores save. The limit lies between 2^26, where loops in IEEE arithmetic are about
+# twice as fast or more, and 2^30, where tensor cores are. Measured: docs/lab/any_gpu.md, `LEAST`.
 LEAST = 2**29
 # How products and sums are computed on tensor cores, by the planes of float32.
 ALGORITHMS = (

@@ -20,8 +20,9 @@ from numba_flash.cuda.work import schedule
 LOG2E = math.log2(math.e)
 LEAST_FLOAT32 = -float.fromhex("0x1.fffffep127")
 CHUNK_BYTES = 16  # that a thread loads at a time
-# Rows whose chunks a thread has asked for before it looks at the first. On an H200, D = 128, 16
-# heads, N = 16k: 43.5 us; one after the other 55.8.
+# Rows whose chunks a thread has asked for before it looks at the first: memory is waited for once,
+# for so many registers. One row after the other takes over a quarter longer. Measured:
+# docs/lab/any_gpu.md, `MOST_AT_ONCE`.
 MOST_AT_ONCE = 4
 
 

@@ -121,9 +121,9 @@ def build_online(count, raised=0.0):
     least float32.
 
     Between the largest score and the first exponential nothing is computed that could be known
-    before, and nobody asks whether a row has seen something: all warps wait there, and at D = 64
-    the kernel ran at 0.98 of the speed with that question (H200, N = 16k). A shift is lowered by
-    two instructions: with one that multiplies and adds, D = 128 ran at 0.97 (H100, N = 4k).
+    before, and nobody asks whether a row has seen something: all warps wait there, and that
+    question made the kernel 2 % slower. A shift is lowered by two instructions: one that multiplies
+    and adds made it 3 % slower. Measured: docs/lab/any_gpu.md, `build_online`.
     """
     GROUPS, ACC = count // 4, f32
     RAISED, greatest = raised, build_greatest(count)

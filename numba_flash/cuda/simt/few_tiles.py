@@ -68,8 +68,8 @@ class FewTile:
 
 
 # By accumulator, those of fewer rows first: these take fewer registers, so that more blocks have
-# something under way. On an H200, 16 x 32k keys (float64: 16k), D = 128: by one row
-# 997 us in float32 and 987 in float64, by eight 1646 and 1307, a copy of as many bytes 1005, 1017.
+# something under way. With one row a pass takes as long as a copy of as many bytes, with eight up
+# to two thirds longer. Measured: docs/lab/any_gpu.md, `TILES`.
 TILES = {
     "float32": (
         FewTile(1, 128, 32, 5, 8),

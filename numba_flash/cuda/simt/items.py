@@ -4,9 +4,9 @@ leaves, which it knows when it has run. Numba is not imported here.
 
 from typing import NamedTuple
 
-# Blocks of a multiprocessor that look for heads that are left. Where there are none, 9,216 blocks
-# of 64 rows and as many of 64 keys took 23 and 35 us on an H200, and those for delta, 73,728, 79.
-# Predicted: 4 us each; timed on an H200: 7.
+# Blocks of a multiprocessor that look for heads that are left. A block for each item would have to
+# be launched even where no heads are left, which takes three times as long and more. Measured:
+# docs/lab/any_gpu.md, `LOOKERS`.
 LOOKERS = 2
 
 

@@ -158,8 +158,8 @@ def few_gradients(problem) -> bool:
 def few_parts(problem, tile, at_once: int, whole: bool = False) -> int:
     """The same of few queries, where a tile has rows of all heads that share keys: so many that the
     last block is done first, if blocks take turns, `at_once` at a time; of the `whole` of the keys,
-    or of those that a band leaves. (By another rule, as if one began whenever another is done, 16 x
-    32k keys took 558 us on an H200, by this one 516.)
+    or of those that a band leaves. By another rule, as if one began whenever another is done, long
+    sequences take 8 % longer. Measured: docs/lab/any_gpu.md, `few_parts`.
     """
     p = problem
     count = items(p, p.nq * tile.group, p.hk, tile.block_m)

@@ -229,8 +229,8 @@ class BackwardFewRow(NamedTuple):
     tile: BackwardFewTile
 
 
-# On an H200, bfloat16, D = 128, 16 x 32k keys, a group of 8: 1138 us, (4 warps, 1 stage, 3 blocks)
-# 1139, (2, 2, 4) 1134, (4, 3, 2) 1157, a copy of K and V 1028. Others were not timed.
+# Gradients take a tenth longer than a copy of K and V; numbers of warps, stages and blocks change
+# little. Only D = 128 was timed. Measured: docs/lab/tensor_cores.md, `BACKWARD_FEW_TILES`.
 BACKWARD_FEW_TILES = (
     BackwardFewRow(64, 16, 227 * KB, BackwardFewTile(4, 16, 2, 3)),
     BackwardFewRow(64, 16, 64 * KB, BackwardFewTile(4, 16, 1, 2, apart=False)),

@@ -188,9 +188,9 @@ def copying_tile(problem, name: str) -> Tile | None:
 # ---- float32 in planes of float16
 
 # Of 128 keys, of which registers hold S and its low sums, or P in two planes, unless they have to
-# hold O with more than 64 columns. float32 TFLOP/s on an H200, N = 4096 and 1024, when sums of S
-# still were of all columns: 168, 123, by 176 keys 172, 120, by 64 with four slots 155, 114; at
-# D = 128 186, 132, by 80 keys 188, 130, by 128 with one slot, without turns, 178, 124.
+# hold O with more than 64 columns. A larger tile is a little faster for long sequences and slower
+# for short ones; these were timed when sums of S still were of all columns. Measured:
+# docs/lab/hopper_forward.md, `SPLIT_TILES`.
 SPLIT_TILES = (
     Row(ANY, 64, 64, Tile(128, 128, 1, 2, 0, True, planes=2)),
     Row(ANY, 128, 128, Tile(128, 64, 1, 2, 0, True, planes=2)),
@@ -215,12 +215,12 @@ class Kind(NamedTuple):
     wide: bool
 
 
-# The first whose bias fits, and that has not more rows than the next, serves. Triangle attention,
-# bfloat16, B = 384, H = 4, N = 384, D = 32, on an H200: 150, 167, 169 us; 128 keys and float32 177;
-# sm80, which reads the bias from memory, 200, FlexAttention 168. To keep it does not pay there: 235
-# to 257. With -inf in the bias 191, FlexAttention 158 to 165. With S of the next tile and sums of O
-# beside the softmax 183 to 225; with the bias by products of mma.sync and Q as the sum of two, in
-# three quarters of the instructions, 161 to 171: these are not what it waits for.
+# The first whose bias fits, and that has not more rows than the next, serves. More rows read K and
+# V fewer times; a bias that is kept as float32 needs no conversion, but more room. Triangle
+# attention takes a tenth less time than FlexAttention with the first, and as much with the others;
+# with -inf in the bias it takes longer. In `sm80` to keep the bias does not pay. Other orders of
+# work, and a bias that is added by products, take longer, too: these are not what it waits for.
+# Measured: docs/lab/hopper_forward.md, `KINDS`.
 KINDS = (Kind(192, 128, False), Kind(128, 192, True), Kind(128, 192, False))
 
 

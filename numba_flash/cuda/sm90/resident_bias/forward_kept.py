@@ -9,8 +9,9 @@ consumer has its softmax then.
 
 It is a loop beside `numba_flash.cuda.sm90.forward.forward` by measurement: as a score stage of that
 one, with a list of work whose innermost axis is the batch, and one flag to wait for both products,
-the softmax of a tile stood in the code three times, and triangle attention, D = 32, ran at 0.93 to
-0.96 of the speed (H100, N = 320 and 384, without -inf; with some 1.06).
+the softmax of a tile stood in the code three times, and triangle attention was 4 to 7 % slower
+without -inf in the bias, though 6 % faster with some. Measured: docs/lab/hopper_forward.md,
+`build`.
 """
 
 import math
