@@ -95,10 +95,9 @@ def _table(rows: list[Record]) -> str:
     how = f"`{command}`" if command.startswith("python ") else command
     lines = [["on", "problem", *head], ["---"] * (2 + len(keys))]
     lines += [[row.device, row.problem, *(_entry(row.values.get(key, "")) for key in keys)] for row in rows]
-    unit = quantity.split()[0] in ("ms", "us")
-    return f"{quantity if unit else quantity[0].upper() + quantity[1:]} ({when}, {how}):\n\n" + "".join(
-        f"| {' | '.join(line)} |\n" for line in lines
-    )
+    what = f"time in {quantity}" if quantity.split()[0] in ("ms", "us") else quantity
+    caption = f"{what[0].upper()}{what[1:]} ({when}, {how}):"
+    return "\n".join([caption, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
 def _entry(value: str | list[str]) -> str:

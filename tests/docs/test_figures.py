@@ -257,12 +257,12 @@ EXPECTED = {
         "| slow | float16, B = 2, H = 4, N = 64, D = 32, causal | forward |",
     ],
     "lab-hopper_dq": [
-        "## `numba_flash/cuda/sm90/dq/prepare_turns.py`\n\n### `SIZE`, `LIMIT`\n\nms (2026-01-02 to 2026-01-03, by hand):\n\n",
+        "## `numba_flash/cuda/sm90/dq/prepare_turns.py`\n\n### `SIZE`, `LIMIT`\n\nTime in ms (2026-01-02 to 2026-01-03, by hand):\n\n",
         "| on | problem | N = 1024 | N = 512 | as chosen |\n",
         "| H | full | 1.5 | 1 to 2.25 |  |\n| H | causal |  | 3 | 4.5 |\n",
         "Speed over that of others (2026-01-02, `python study.py`):\n",
     ],
-    "lab-cpu": ["### `OTHER`\n\nms (2026-01-02, by hand):\n\n| on | problem | N = 512 |\n| --- | --- | --- |\n| H | full | 9 |\n"],
+    "lab-cpu": ["### `OTHER`\n\nTime in ms (2026-01-02, by hand):\n\n| on | problem | N = 512 |\n| --- | --- | --- |\n| H | full | 9 |\n"],
     "examples": ["| a | H | 1 s | b |"],
     "once": ["| c | H | d |"],
 }
