@@ -17,10 +17,10 @@ THREADS = 256
 LEAST = 64  # queries and keys: with fewer, a number serves few scores
 # Of a number in units of raw products: far from where sums of them would be Inf.
 GREATEST = 2.0**60
-# Scores of a problem from which on one launch more pays: it writes what the function adds for each
-# distance, from which sums of scores begin. Of fewer, the launch takes longer than the function
-# would, inlined; of more, what a table or ALiBi costs falls to a third or less. Measured:
-# docs/lab/any_gpu.md, `FEWEST`.
+# Scores of a problem from which on one launch more pays. The launch writes what the function adds
+# for each distance, and sums of scores begin with that. With fewer scores the launch takes longer
+# than the inlined function would; with many, what a table or ALiBi costs falls to a third or less.
+# Measured: docs/lab/any_gpu.md, `FEWEST`.
 FEWEST = 2**26
 
 

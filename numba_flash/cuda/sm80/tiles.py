@@ -216,8 +216,8 @@ MODIFIED_TILES = (
     *(row for row in FORWARD_TILES if row.d == 256 and row.shared < 227 * KB),
 )
 
-# Of float32, whose tiles have twice the columns: high and low. So they have half the keys, half the
-# rows, or both, for room; other tiles are up to 4 % slower. Rows for less memory were not timed.
+# Tiles of float32 have twice the columns, high and low. So they have half the keys, half the rows,
+# or both, for room; other tiles are up to 4 % slower. Rows for less memory were not timed.
 # Measured: docs/lab/tensor_cores.md, `SPLIT_TILES`.
 SPLIT_TILES = (
     Row(32, 163 * KB, Tile(4, 1, 64, 2, False, 4)),

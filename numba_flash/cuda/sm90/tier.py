@@ -31,8 +31,9 @@ GREATEST_SOFTCAP = 1024
 # Gradients were timed before the copy engine brought the bias. Measured:
 # docs/lab/hopper_forward.md, `MOST_WAITING`.
 MOST_WAITING = {"forward": 64, "backward": 32}
-# The same forward, where the copy engine brings them: at D = 64 `sm90` is the faster by then, and
-# below nothing was timed. Measured: docs/lab/hopper_forward.md, `MOST_WAITING_FOR_COPIES`.
+# The same limit of the forward pass, where the copy engine brings them: at D = 64 `sm90` is faster
+# then, and below that nothing was timed. Measured: docs/lab/hopper_forward.md,
+# `MOST_WAITING_FOR_COPIES`.
 MOST_WAITING_FOR_COPIES = 32
 # Queries of all heads that share keys up to which sm80's tiles of few queries are as fast, up to
 # head dimension 64 and beyond. Few queries take as long as K and V need from memory, on either; of

@@ -303,9 +303,8 @@ def backward_tile(problem) -> BackwardTile | WideTile:
     return with_options(fitting(BACKWARD_TILES, problem), problem.options)
 
 
-# Of float32, whose tiles have two planes of each operand, and so half as many queries at D = 64.
-# They are nearly twice as fast as those of `sm80`. Measured: docs/lab/hopper_backward.md,
-# `SPLIT_TILES`.
+# Tiles of float32 have two planes of each operand, and so half as many queries at D = 64. They are
+# nearly twice as fast as those of `sm80`. Measured: docs/lab/hopper_backward.md, `SPLIT_TILES`.
 SPLIT_TILES = (
     Row(ANY, 64, 64, BackwardTile(64, 2, 2, False, planes=2)),
     Row(ANY, 128, 128, BackwardTile(64, 2, 1, False, planes=2, shares_keys=True)),

@@ -82,9 +82,9 @@ class DbiasTile(WarpGroups):
         return lay_out(table | {"notes" if self.apart else "pairs": more})
 
 
-# Of 128 queries by 128 keys; and where registers have to hold more than a bias of 16 bits and one
-# other option. By 192 keys, fewer tiles of queries are read, but registers are missing, and
-# gradients take 3 to 4 % longer. Measured: docs/lab/hopper_backward.md, `TILES`.
+# Tiles of 128 queries by 128 keys; and those for where registers have to hold more than a bias of
+# 16 bits and one other option. Tiles of 192 keys need fewer reads of queries, but lack registers,
+# and gradients take 3 to 4 % longer. Measured: docs/lab/hopper_backward.md, `TILES`.
 TILES = (
     Row(ANY, 64, 64, DbiasTile(64, 2, 4, 16, 40)),
     Row(ANY, MOST, MOST, DbiasTile(64, 2, 4, 5, 40)),

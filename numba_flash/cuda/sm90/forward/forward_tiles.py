@@ -187,10 +187,10 @@ def copying_tile(problem, name: str) -> Tile | None:
 
 # ---- float32 in planes of float16
 
-# Of 128 keys, of which registers hold S and its low sums, or P in two planes, unless they have to
-# hold O with more than 64 columns. A larger tile is a little faster for long sequences and slower
-# for short ones; these were timed when sums of S still were of all columns. Measured:
-# docs/lab/hopper_forward.md, `SPLIT_TILES`.
+# Tiles of float32 have 128 keys, of which registers hold S and its low sums, or P in two planes,
+# unless they have to hold O with more than 64 columns. A larger tile is a little faster for long
+# sequences and slower for short ones; these were timed when sums of S still were of all columns.
+# Measured: docs/lab/hopper_forward.md, `SPLIT_TILES`.
 SPLIT_TILES = (
     Row(ANY, 64, 64, Tile(128, 128, 1, 2, 0, True, planes=2)),
     Row(ANY, 128, 128, Tile(128, 64, 1, 2, 0, True, planes=2)),
@@ -216,11 +216,11 @@ class Kind(NamedTuple):
 
 
 # The first whose bias fits, and that has not more rows than the next, serves. More rows read K and
-# V fewer times; a bias that is kept as float32 needs no conversion, but more room. Triangle
-# attention takes a tenth less time than FlexAttention with the first, and as much with the others;
-# with -inf in the bias it takes longer. In `sm80` to keep the bias does not pay. Other orders of
-# work, and a bias that is added by products, take longer, too: these are not what it waits for.
-# Measured: docs/lab/hopper_forward.md, `KINDS`.
+# V fewer times; a bias that is kept as float32 needs no conversion, but more room. With the first
+# kind, triangle attention takes a tenth less time than FlexAttention's, with the others as much;
+# with -inf in the bias it takes longer. In `sm80` it does not pay to keep the bias. Work of the
+# next tile beside the softmax, or fewer instructions for the bias, make the kernel slower: it waits
+# for something else. Measured: docs/lab/hopper_forward.md, `KINDS`.
 KINDS = (Kind(192, 128, False), Kind(128, 192, True), Kind(128, 192, False))
 
 
