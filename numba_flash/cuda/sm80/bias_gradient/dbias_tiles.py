@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from numba_flash.cuda.sm80.smem import over, smem
 from numba_flash.cuda.sm80.tiles import KB, KEYS, ROWS, WARP, Hardware, padded, pitch
 
 
@@ -113,38 +114,6 @@ def dbias_tile(problem, hardware: Hardware, summed: bool) -> DbiasTile:
     return tile if summed else replace(tile, parts=1)
 
 
-class DqDbiasLayout(NamedTuple):
-    """The same where dQ is made at once; with each thread's part of the bias, each warp's dQ of its
-    keys, and O.
-    """
-
-    q: int
-    do: int
-    rows: int
-    k: int
-    v: int
-    bias: int
-    dq: int
-    o: int
-    bytes: int
-
-
-class KeysLayout(NamedTuple):
-    """Where a block of dK and dV keeps what in shared memory, in bytes: of one of two slots, Q, dO,
-    the lse and delta of queries, and their bias; and bytes of a slot. K and V lie in the second one
-    before the first tile of queries does, and dK and dV after the last.
-    """
-
-    q: int
-    do: int
-    rows: int
-    bias: int
-    slot: int
-    k: int
-    v: int
-    bytes: int
-
-
 @dataclass(frozen=True)
 class KeysTile:
     """Shape of a block of dK and dV, where another kernel makes dQ.
@@ -172,24 +141,34 @@ class KeysTile:
     def threads(self) -> int:
         return WARP * self.warps
 
-    def layout(self, d: int, dv: int) -> KeysLayout:
-        sizes = self.block_m * pitch(d), self.block_m * pitch(dv), 8 * self.block_m
-        q, do, rows, bias = accumulate(sizes, initial=0)
-        slot = bias + self.block_m * pitch(self.block_n)
-        v = slot + self.block_n * pitch(d)
-        end = max(2 * slot, v + self.block_n * pitch(dv))
-        return KeysLayout(q, do, rows, bias, slot, slot, v, end)
+    def layout(self, d: int, dv: int):
+        """Where a block keeps what in shared memory: two slots for tiles of queries, of which the
+        second has K and V before the first tile does, and dK and dV after the last.
+        """
+        queries = smem(
+            q=self.block_m * pitch(d),
+            do=self.block_m * pitch(dv),
+            rows=8 * self.block_m,  # lse and delta
+            bias=self.block_m * pitch(self.block_n),
+        )
+        keys = smem(queries.bytes, k=self.block_n * pitch(d), v=self.block_n * pitch(dv))
+        return over(smem(slot=(queries, 2)), keys)
 
 
 @dataclass(frozen=True)
 class DqDbiasTile(DbiasTile):
     """Shape of a block of dQ and the gradient of the bias, which has all keys."""
 
-    def layout(self, d: int, dv: int) -> DqDbiasLayout:
-        *starts, end = super().layout(d, dv)
-        dq = end + 2 * self.block_m * self.block_n
-        o = dq + 4 * self.block_m * self.warps_n * padded(d)
-        return DqDbiasLayout(*starts, end, dq, o, o + 2 * self.block_m * padded(dv))
+    def layout(self, d: int, dv: int):
+        """Where a block keeps what in shared memory."""
+        tiles = super().layout(d, dv)
+        more = smem(
+            tiles.bytes,
+            bias=2 * self.block_m * self.block_n,  # each thread's part
+            dq=(4 * self.block_m * padded(d), self.warps_n),  # of each warp's keys
+            o=2 * self.block_m * padded(dv),
+        )
+        return over(tiles, more)
 
 
 # All keys have to fit: registers of dbias, and shared memory for K and V, end that. B = 384, H = 4,

@@ -4,23 +4,11 @@ float16 that they make of float32 there. Numba is not imported here.
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from numba_flash.cuda.arguments import planes_of
+from numba_flash.cuda.sm80.smem import smem
 from numba_flash.cuda.sm80.tiles import KB, ROWS, WARP, Hardware, padded, pitch
-
-
-class HeadLayout(NamedTuple):
-    """Where a block keeps what in shared memory, in bytes: planes of K and V, their centres, and
-    what warps tell each other of their largest numbers; and what there is in all.
-    """
-
-    k: int
-    v: int
-    centres: int
-    extremes: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,25 +45,14 @@ class HeadTile:
     def block_n(self) -> int:
         return self.columns
 
-    def layout(self, d: int, dv: int) -> HeadLayout:
-        pitches = pitch(2 * padded(d)), pitch(2 * padded(dv))
-        sizes = *(self.keys * each for each in pitches), 2 * 4 * MOST_COLUMNS, 2 * 8 * self.warps
-        return HeadLayout(*accumulate(sizes, initial=0))
-
-
-class SplitHeadsLayout(NamedTuple):
-    """Where a block that makes planes of a head keeps what in shared memory, in bytes: a tile of
-    keys at first, then one of queries; centres of columns; what warps tell each other of largest
-    numbers; delta of queries and bounds of their dP, and what their lse is too small by; and what
-    there is in all.
-    """
-
-    second: int
-    centres: int
-    told: int
-    delta: int
-    shift: int
-    bytes: int
+    def layout(self, d: int, dv: int):
+        """Where a block keeps what in shared memory."""
+        return smem(
+            k=self.keys * pitch(2 * padded(d)),
+            v=self.keys * pitch(2 * padded(dv)),
+            centres=2 * 4 * MOST_COLUMNS,  # of K and V
+            extremes=2 * 8 * self.warps,  # what warps tell each other of their largest numbers
+        )
 
 
 @dataclass(frozen=True)
@@ -101,33 +78,18 @@ class SplitHeadsTile:
         return WARP * self.warps
 
     @property
-    def layout(self) -> SplitHeadsLayout:
+    def layout(self):
+        """Where a block keeps what in shared memory."""
         row = pitch(2 * padded(self.columns))
-        sizes = (
-            *(self.keys * row, self.queries * row),
-            *(4 * MOST_COLUMNS, 4 * 8 * self.warps, 8 * self.queries),
-            max(4 * self.queries, 4 * self.warps * padded(self.columns)),
+        return smem(
+            first=self.keys * row,  # a tile of keys
+            second=self.queries * row,  # and one of queries
+            centres=4 * MOST_COLUMNS,  # of columns
+            told=4 * 8 * self.warps,  # what warps tell each other of largest numbers
+            delta=8 * self.queries,  # and bounds of dP
+            # what the lse of queries is too small by, or the largest numbers of each warp's columns
+            shift=max(4 * self.queries, 4 * self.warps * padded(self.columns)),
         )
-        return SplitHeadsLayout(*accumulate(sizes))
-
-
-class DqDbiasLayout(NamedTuple):
-    """Where a block of dQ and the gradient of the bias keeps what in shared memory, in bytes: Q,
-    dO, what is known of queries and of their head; of the first slot of a ring, K and V of a chunk
-    of keys, and bytes of a slot; each thread's part of the bias, and dQ of each warp's keys; and
-    what there is in all.
-    """
-
-    q: int
-    do: int
-    rows: int
-    head: int
-    k: int
-    v: int
-    slot: int
-    bias: int
-    dq: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -160,29 +122,19 @@ class DqDbiasSplitTile:
     def threads(self) -> int:
         return WARP * self.warps
 
-    def layout(self, shape) -> DqDbiasLayout:
+    def layout(self, shape):
+        """Where a block keeps what in shared memory."""
         d, dv = padded(shape.head_dim), padded(shape.head_dim_v)
         pitch_k, pitch_v = pitch(2 * d), pitch(2 * dv)
-        do = self.block_m * pitch_k
-        rows = do + self.block_m * pitch_v
-        head = rows + 4 * KINDS * self.block_m
-        k = head + 32
-        v, slot = k + self.chunk * pitch_k, self.chunk * (pitch_k + pitch_v)
-        bias = k + self.slots * slot
-        dq = bias + 4 * self.block_m * self.block_n
-        return DqDbiasLayout(0, do, rows, head, k, v, slot, bias, dq, dq + 2 * 4 * self.block_m * d)
-
-
-class DkDvLayout(NamedTuple):
-    """Where a block of dK and dV keeps what in shared memory, in bytes: planes of Q and dO, what is
-    known of queries, powers of two of groups of them; and what there is in all.
-    """
-
-    q: int
-    do: int
-    rows: int
-    powers: int
-    bytes: int
+        return smem(
+            q=self.block_m * pitch_k,
+            do=self.block_m * pitch_v,
+            rows=(4 * self.block_m, KINDS),  # what is known of queries
+            head=32,  # and of their head
+            slot=(smem(k=self.chunk * pitch_k, v=self.chunk * pitch_v), self.slots),  # of the ring
+            bias=4 * self.block_m * self.block_n,
+            dq=(4 * self.block_m * d, WAYS),  # of each warp's keys
+        )
 
 
 @dataclass(frozen=True)
@@ -211,15 +163,19 @@ class DkDvSplitTile:
     def threads(self) -> int:
         return WARP * self.warps
 
-    def layout(self, shape) -> DkDvLayout:
-        pitches = (pitch(2 * padded(x)) for x in (shape.head_dim, shape.head_dim_v))
-        of_powers = 8 * self.queries // self.columns
-        sizes = *(self.queries * each for each in pitches), 4 * KINDS * self.queries, of_powers
-        return DkDvLayout(*accumulate(sizes, initial=0))
+    def layout(self, shape):
+        """Where a block keeps what in shared memory."""
+        return smem(
+            q=self.queries * pitch(2 * padded(shape.head_dim)),
+            do=self.queries * pitch(2 * padded(shape.head_dim_v)),
+            rows=(4 * self.queries, KINDS),  # what is known of queries
+            powers=8 * self.queries // self.columns,  # of two, of groups of them
+        )
 
 
 # Planes of so many keys leave room for a second block; each head's fill so many chunks of a row.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED = 384, 32, 227 * KB
+WAYS = 2  # warps that share rows of dQ and of the gradient of the bias
 KINDS = 3  # of numbers that are known of a query: its lse and delta, a power of two for its dS
 FEWEST_ROWS = 64  # what is made of keys is worth it for so many queries
 # B = 384, H = 4, N = 384, D = 32 with a bias on an H200, speed over torch's memory-efficient kernel

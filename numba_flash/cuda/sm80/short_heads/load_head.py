@@ -10,11 +10,10 @@ from numba_flash.cuda.runtime.lang import cuda, f32, i32, inline, once, u32, u64
 from numba_flash.cuda.score import fragment
 from numba_flash.cuda.sm80.bias_gradient.load_dq_dbias import plus
 from numba_flash.cuda.sm80.load import in_order
-from numba_flash.cuda.sm80.short_heads.head_tiles import KINDS
+from numba_flash.cuda.sm80.short_heads.head_tiles import KINDS, WAYS
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 
 FLOAT, VECTOR = 4, 16  # bytes of a number, and of a copy
-WAYS = 2  # warps that share rows of dQ and of the gradient of the bias
 
 
 class Tensors(NamedTuple):
