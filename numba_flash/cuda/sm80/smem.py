@@ -19,8 +19,8 @@ def smem(first: int = 0, /, **table):
     first
         That address.
     table
-        Of each part its bytes; or bytes and how many slots of as many; or what lies in a slot, which
-        this function returned for it, and how many slots.
+        Of each part its bytes; or bytes and how many slots of as many; or what this function
+        returned for the parts that lie in a slot, and how many slots.
 
     Returns
     -------

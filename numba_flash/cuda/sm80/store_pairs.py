@@ -1,14 +1,11 @@
-"""Float32 rows of a warp on their way from registers to memory, two neighbours at a time; those of
-dQ, of which two warps have a part each, by way of shared memory.
-"""
+"""Float32 rows of a warp on their way from registers to memory, two neighbours at a time."""
 
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.runtime.lang import f32, i32, inline, once, u32, u64
 from numba_flash.cuda.score import fragment
-from numba_flash.cuda.sm80.bias_gradient.load_dq_dbias import plus
-from numba_flash.cuda.sm80.short_heads.load_head import FLOAT, VECTOR, WAYS
+from numba_flash.cuda.sm80.short_heads.load_head import FLOAT
 from numba_flash.cuda.sm80.tiles import padded
 
 
@@ -50,44 +47,3 @@ def build_store_pairs(m_tiles, head_dim, neighbours=False, centred=False):
             ptx.store_global(u64(ptx.global_address(t.x) + at), (x, y))
 
     return ptx.repeated(ROWS * GROUPS, put)
-
-
-@once
-def build_add_dq(shape, tile):
-    """``put(smem, dq_acc, down)``: a warp's dQ of its keys to shared memory, each row times its
-    factor; ``add(smem, head, stride,
-    row0, queries, factor)``: half of the columns of its rows, the sum of both warps that have them,
-    times a factor, to dQ of the head at that address.
-    """
-    HEAD_DIM, THREADS = shape.head_dim, tile.threads
-    VECTORS = padded(HEAD_DIM) // 8  # of a thread
-    MINE = VECTORS // WAYS
-
-    @inline
-    def put(smem, acc, down):
-        mine = u32(smem + u32(ptx.bounded_thread_here() * VECTOR))
-        for n in range(VECTORS):
-            for r in range(2):
-                acc[4 * n + 2 * r] *= down[r]
-                acc[4 * n + 2 * r + 1] *= down[r]
-            x = (acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3])
-            ptx.store_shared_vector(u32(mine + u32(n * THREADS * VECTOR)), x)
-
-    @inline
-    def add(smem, head, stride, row0, queries, factor):
-        thread = ptx.bounded_thread_here()
-        warp, lane = i32(thread // 32), i32(thread % 32)
-        rows, way = i32(warp // WAYS), i32(warp % WAYS)
-        for turn in range(MINE):
-            n = i32(way * MINE + turn)
-            at = u32(smem + u32((n * THREADS + rows * (32 * WAYS) + lane) * VECTOR))
-            x, y = ptx.load_shared_four(at), ptx.load_shared_four(u32(at + u32(32 * VECTOR)))
-            column = i32(n * 8 + lane % 4 * 2)
-            for r in range(2):
-                i = i32(row0 + rows * 16 + lane // 4 + 8 * r)
-                if i < queries and column < HEAD_DIM:
-                    pair = (x[2 * r] + y[2 * r]) * factor, (x[2 * r + 1] + y[2 * r + 1]) * factor
-                    to = u64(plus(head, i, stride) + u64(u32(FLOAT * column)))
-                    ptx.store_global(to, pair)
-
-    return put, add

@@ -5,6 +5,7 @@ were made of its tile of the gradient, unless all of one is hidden.
 from typing import NamedTuple
 
 from numba_flash import mask
+from numba_flash.cuda.arguments import Extent
 from numba_flash.cuda.number import index
 from numba_flash.cuda.runtime.lang import i32, inline, once, u32
 from numba_flash.cuda.score.score import Head, Region
@@ -60,20 +61,30 @@ class Item(NamedTuple):
     step: Step
 
 
+@inline
+def extent_of(q, k, low, high):
+    """The `Extent` of a problem with arrays q and k (b0, b1, heads, n, head_dim)."""
+    b0, b1, heads, kv_heads = i32(q.shape[0]), i32(q.shape[1]), i32(q.shape[2]), i32(k.shape[2])
+    return Extent(b0, b1, heads, kv_heads, i32(q.shape[3]), i32(k.shape[3]), low, high)
+
+
 @once
-def build_begin(summed, block_m, block_n):
-    """``begin(number, extent, shares)``: the `Item` of that number, of a problem of some
-    `numba_flash.cuda.arguments.Extent`.
+def build_share(summed, block_m, block_n=None):
+    """``share_of(number, extent, shares)``: of the item of that number, of a problem of some
+    `numba_flash.cuda.arguments.Extent`, the `Space`, which of the shares of its walk it has, and the
+    number of the first step; a tile of the gradient has all keys if there is no `block_n`.
     """
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
-    BLOCK_M, BLOCK_N = block_m, block_n
-    owned, walked, _ = build_coordinates(summed)
+    BLOCK_M, BLOCK_N, ALL_KEYS = block_m, block_n or 1, block_n is None
+    owned, _, _ = build_coordinates(summed)
 
     @inline
-    def begin(number, extent, shares):
+    def share_of(number, extent, shares):
         nq, nk, heads = i32(extent.queries), i32(extent.keys), i32(extent.heads)
         row_blocks = i32(u32(i32(nq + (BLOCK_M - 1))) // u32(BLOCK_M))
         column_blocks = i32(u32(i32(nk + (BLOCK_N - 1))) // u32(BLOCK_N))
+        if ALL_KEYS:
+            column_blocks = i32(1)
         sizes = Walk(i32(extent.b0), i32(extent.b1), heads, row_blocks, column_blocks)
         own, share = owned(number, sizes)
         steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
@@ -82,7 +93,20 @@ def build_begin(summed, block_m, block_n):
         group = i32(u32(heads) // u32(extent.kv_heads))
         kv_head = i32(u32(own.head) // u32(group))
         space = Space(own, sizes, kv_head, group, stop, nq, nk, i32(extent.low), i32(extent.high))
-        walk = own if start >= stop else walked(start, sizes)
+        return space, share, start
+
+    return share_of
+
+
+@once
+def build_begin(summed, block_m, block_n):
+    """``begin(number, extent, shares)``: the `Item` of that number, likewise."""
+    share_of, (_, walked, _) = build_share(summed, block_m, block_n), build_coordinates(summed)
+
+    @inline
+    def begin(number, extent, shares):
+        space, share, start = share_of(number, extent, shares)
+        walk = space.own if start >= space.stop else walked(start, space.sizes)
         return Item(space, share, Step(start, walk, False, False))
 
     return begin

@@ -33,7 +33,7 @@ from numba_flash.cuda.sm80.keep_bias import VECTOR, Held, build_bias
 from numba_flash.cuda.sm80.operands import products
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.work.broadcast import Walk, build_coordinates
-from numba_flash.cuda.work.walk_dbias import Space, build_places
+from numba_flash.cuda.work.walk_dbias import Space, build_places, build_share, extent_of
 
 HALF = KEYS // 2  # keys of which a warp has scores in registers at a time
 
@@ -59,14 +59,12 @@ class Work(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A block's way over the heads that its part of the bias is shared by: the numbers of the first
-    step and of that after the last, its coordinates, and what it reads and writes.
+    """A block's way over the heads that its part of the bias is shared by: number and coordinates
+    of the first, all of them, and what it reads and writes.
     """
 
     number: int
-    stop: int
     walk: Walk
-    sizes: Walk
     space: Space
     row0: int
     smem: int
@@ -152,7 +150,7 @@ def build_go(shape, kind, places, loads, half, tile):
     D, DV = map(padded, shape[:2])
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     hold_do = products.build_hold(M_TILES, DV, PITCH_V)
-    put_dq, add_dq = build_add_dq(shape, kind, tile)
+    put_dq, add_dq = build_add_dq(shape.head_dim, tile, kind)
 
     @inline
     def hold_rows(rows, shift, start):
@@ -170,7 +168,7 @@ def build_go(shape, kind, places, loads, half, tile):
     def step(number, t):
         x = t.way
         half(number, t.work)
-        if number == LOADED and t.number < x.stop:
+        if number == LOADED and t.number < x.space.stop:
             load(x.smem, u32(t.slot ^ u32(1)), x.tensors, place_of(t.walk, x.space, x.extras))
         if number == ADDED and t.before != u64(0):
             add_last(x, t.before)
@@ -184,12 +182,12 @@ def build_go(shape, kind, places, loads, half, tile):
         number, walk, slot, smem, before = x.number, x.walk, u32(0), x.smem, u64(0)
         warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
         row, key = i32(warp // WARPS_N * WARP_ROWS), i32(warp % WARPS_N * WARP_KEYS)
-        while number < x.stop:
+        while number < x.space.stop:
             ptx.copy_wait()
             here = place_of(walk, x.space, x.extras).at
             begin(smem, slot, x.rows, here, x.row0, x.space.queries)
             cuda.syncthreads()  # this tile is there, and dQ of the one before, which has been read
-            number, walk = i32(number + 1), following(walk, x.sizes)
+            number, walk = i32(number + 1), following(walk, x.space.sizes)
             hold_q(t.q, u32(smem + u32(Q) + slot * u32(Q_BYTES) + u32(row * PITCH_K)))
             hold_do(t.do, u32(smem + u32(DO) + slot * u32(DO_BYTES) + u32(row * PITCH_V)))
             rows = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES) + u32((row + lane // 4) * 8))
@@ -234,7 +232,6 @@ def build(config: BiasGradientConfig):
     SCORES, WORDS = M_TILES * HALF // 2, M_TILES * HALF // 4
     ALL_SCORES, OUTPUTS = 2 * PARTS * SCORES, M_TILES * D // 2
     Q_WORDS, DO_WORDS, STARTS = M_TILES * D // 4, M_TILES * DV // 4, 2 * M_TILES
-    SUM_0, SUM_1, SUM_H = summed[:3]
     runs = fragment.runs_of_queries(M_TILES, KEYS)
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
@@ -250,7 +247,7 @@ def build(config: BiasGradientConfig):
     of_half = kind, depths, pitches, words_of, value, tile
     halves = (build_half(*of_half, hidden) for hidden in (False, True))
     keep_all = ptx.repeated(PARTS, keep)
-    owned, walked, following = build_coordinates(summed)
+    share_of, (_, walked, following) = build_share(summed, BLOCK_M, BLOCK_N), build_coordinates(summed)
     place_of, _, _ = build_places(options, False, summed, BLOCK_M, BLOCK_N)
 
     @inline
@@ -283,28 +280,20 @@ def build(config: BiasGradientConfig):
         shift = cuda.local.array(ROWS_OF_LANE, f32)  # lse of the lane's rows
         start = cuda.local.array(STARTS, f32)  # what their dP begins with
 
-        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
-        row_blocks = i32(u32(i32(nq + (BLOCK_M - 1))) // u32(BLOCK_M))
-        column_blocks = i32(u32(i32(nk + (BLOCK_N - 1))) // u32(BLOCK_N))
-        sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, column_blocks)
-        own, share = owned(i32(cuda.blockIdx.x), sizes)
-        steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
-        shares = out.shape[0]
-        number, stop = i32(steps * share // shares), i32(steps * (share + 1) // shares)
-        group = i32(u32(heads) // u32(k.shape[2]))
-        kv_head = i32(u32(own.head) // u32(group))
-        space = Space(own, sizes, kv_head, group, stop, nq, nk, i32(-nq), i32(nk))
+        nq, nk = i32(q.shape[3]), i32(k.shape[3])
+        extent = extent_of(q, k, i32(-nq), nk)
+        space, share, number = share_of(i32(cuda.blockIdx.x), extent, u32(out.shape[0]))
+        own, walk = space.own, walked(number, space.sizes)
         tensors = Tensors(do, o, q, k, v, lse, dlse)
         warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
         warp_m, warp_n = i32(warp // WARPS_N), i32(warp % WARPS_N)
-        walk = walked(number, sizes)
         load(smem, u32(0), tensors, place_of(walk, space, extras))
 
         row0, col0 = i32(own.i * BLOCK_M), i32(own.j * BLOCK_N)
         row = i32(row0 + warp_m * WARP_ROWS + lane // 4)
         column = i32(col0 + warp_n * WARP_KEYS + fragment.first_key())
-        region = Region(row0, col0, nq, nk, i32(-nq), i32(nk))
-        at = Head(own.b0, own.b1, i32(0), own.head, heads)
+        region = Region(row0, col0, nq, nk, i32(-nq), nk)
+        at = Head(own.b0, own.b1, i32(0), own.head, extent.heads)
         some_hidden = i32(0)
         for part in range(PARTS):
             key = i32(column + part * KEYS)
@@ -320,7 +309,7 @@ def build(config: BiasGradientConfig):
             s, dp, ds, acc, dq_acc, q_words, do_words, shift, start, u32(0), u32(0),
             my_bias, scale_log2,
         )  # fmt: skip
-        way = Way(number, stop, walk, sizes, space, row0, smem, tensors, dq, rows, extras, scale)
+        way = Way(number, walk, space, row0, smem, tensors, dq, rows, extras, scale)
         if hidden:
             go_where_some_are_hidden(way, work)
         else:

@@ -15,7 +15,8 @@ from numba_flash.cuda.number import array
 from numba_flash.cuda.passes.store_dbias import Fragments, build_store
 from numba_flash.cuda.runtime.lang import cuda, f32, i32, inline, once, types, u32, u64
 from numba_flash.cuda.score import fragment, softmax
-from numba_flash.cuda.score.score import LOG2E, Head
+from numba_flash.cuda.score.score import LOG2E
+from numba_flash.cuda.sm80.backward.store_dq import build_add_dq
 from numba_flash.cuda.sm80.bias_gradient.dbias import synchronise
 from numba_flash.cuda.sm80.bias_gradient.load_dq_dbias import head_address
 from numba_flash.cuda.sm80.config import BiasGradientConfig
@@ -30,9 +31,9 @@ from numba_flash.cuda.sm80.short_heads.load_head import (
     build_loads,
     head_number,
 )
-from numba_flash.cuda.sm80.store_pairs import build_add_dq
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.work.broadcast import Walk, build_coordinates
+from numba_flash.cuda.work.walk_dbias import Space, build_places, build_share, extent_of
 
 DBIAS = 16  # registers of dbias of a warp's keys of a chunk
 
@@ -56,23 +57,19 @@ class Registers(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A block's way over the heads that its part of the bias is shared by: the numbers of the first
-    step and of that after the last, coordinates of the former, of the block, and how many there are
-    of each, and what it reads and writes.
+    """A block's way over the heads that its part of the bias is shared by: number and coordinates
+    of the first, all of them, and what it reads and writes.
     """
 
     number: int
-    stop: int
     walk: Walk
-    own: Walk
-    sizes: Walk
-    queries: int
-    keys: int
+    space: Space
     row0: int
     smem: int
     bias: int
     tensors: Tensors
     dq: Any
+    extras: Any
     scale: float
 
 
@@ -90,13 +87,6 @@ class Turn(NamedTuple):
     more: bool
     before: int
     before_factor: float
-
-
-@inline
-def head_at(own, walk, sizes):
-    """Where a block that owns a part of the bias is."""
-    b0, b1 = i32(own.b0 + walk.b0), i32(own.b1 + walk.b1)
-    return Head(b0, b1, i32(b0 * sizes.b1 + b1), i32(own.head + walk.head), sizes.head)
 
 
 @once
@@ -142,9 +132,9 @@ def build_part(shape, tile):
 
 
 @once
-def build_go(shape, following, tile):
+def build_go(shape, places, tile):
     """``go(way, work)``: the whole walk, with the first chunks on their way already."""
-    FOLLOWING, CHUNKS, AHEAD = following, tile.chunks, tile.slots - 1
+    (place_of, following), CHUNKS, AHEAD = places, tile.chunks, tile.slots - 1
     SLOTS, SMEM = tile.slots, tile.layout(shape)
     Q, DO, ROWS, HEAD = SMEM.q, SMEM.do, SMEM.rows, SMEM.head
     K, V, DQ, SLOT = SMEM.k, SMEM.v, SMEM.dq, SMEM.slot
@@ -152,7 +142,7 @@ def build_go(shape, following, tile):
     PITCH_K, PITCH_V, DELTA = pitch(2 * D), pitch(2 * DV), FLOAT * tile.block_m
     Q_WORDS, DO_WORDS = D // 4, DV // 4
     hold_q, hold_do = products.build_hold(1, D, PITCH_K), products.build_hold(1, DV, PITCH_V)
-    part, (put_dq, add_dq) = build_part(shape, tile), build_add_dq(shape, tile)
+    part, (put_dq, add_dq) = build_part(shape, tile), build_add_dq(shape.head_dim, tile)
     load_queries, load_keys = build_loads(shape, tile)
     PART, PARTS = tile.part, KEYS // tile.part
     wait, OUTPUTS = ptx.copy_wait_but(AHEAD - 1), D // 2
@@ -184,6 +174,19 @@ def build_go(shape, following, tile):
             w.delta[r], w.down[r] = delta * w.up[r], down * vdo
 
     @inline
+    def put(x, w):
+        """dQ of the warp's keys, whose rows get back what the powers of their dS have changed."""
+        for e in range(OUTPUTS):
+            w.dq_acc[e] *= w.down[e // 2 % 2]
+        put_dq(u32(x.smem + u32(DQ)), w.dq_acc)
+
+    @inline
+    def add_last(x, address, factor):
+        """dQ of the last head whose dQ is in shared memory, which begins at this address."""
+        queries = x.space.queries
+        add_dq(u32(x.smem + u32(DQ)), address, x.dq.strides[3], x.row0, queries, factor)
+
+    @inline
     def chunk(number, t):
         x, w = t.way, t.work
         wait()
@@ -192,17 +195,16 @@ def build_go(shape, following, tile):
         slot = u32(slot - u32(SLOTS)) if slot >= u32(SLOTS) else slot
         before = u32(slot - u32(1)) if slot > u32(0) else u32(SLOTS - 1)
         if number + AHEAD < CHUNKS:
-            load_keys(x.smem, before, x.tensors, t.here, i32(number + AHEAD), x.keys)
+            load_keys(x.smem, before, x.tensors, t.here, i32(number + AHEAD), x.space.keys)
         elif t.more:
             ahead = i32(number + AHEAD - CHUNKS)
-            load_keys(x.smem, before, x.tensors, t.next, ahead, x.keys)
+            load_keys(x.smem, before, x.tensors, t.next, ahead, x.space.keys)
         if number == 0:
             hold(x, w)
             if t.before != u64(0):
-                dq, stride = u32(x.smem + u32(DQ)), x.dq.strides[3]
-                add_dq(dq, t.before, stride, x.row0, x.queries, t.before_factor)
+                add_last(x, t.before, t.before_factor)
         if number == 1 and t.more:  # all warps hold theirs
-            load_queries(x.smem, x.tensors, t.next, x.row0, x.queries)
+            load_queries(x.smem, x.tensors, t.next, x.row0, x.space.queries)
         ptx.copy_commit()
         if w.here[0] == 0:
             first = u32(slot * u32(SLOT))
@@ -219,20 +221,19 @@ def build_go(shape, following, tile):
     def go(x, w):
         number, walk, slot = x.number, x.walk, u32(0)
         before, before_factor = u64(0), f32(0)
-        while number < x.stop:
-            here = head_at(x.own, walk, x.sizes)
-            number, walk = i32(number + 1), FOLLOWING(walk, x.sizes)
-            after, more = head_at(x.own, walk, x.sizes), number < x.stop
+        while number < x.space.stop:
+            here = place_of(walk, x.space, x.extras).at
+            number, walk = i32(number + 1), following(walk, x.space.sizes)
+            after, more = place_of(walk, x.space, x.extras).at, number < x.space.stop
             numbers = head_number(here), head_number(after)
             zero(w.dq_acc)
             all_chunks(Turn(x, w, slot, *numbers, more, before, before_factor))
-            put_dq(u32(x.smem + u32(DQ)), w.dq_acc, w.down)
+            put(x, w)
             before, before_factor = head_address(x.dq, here, here.head), w.factors[1]
             slot = u32(u32(slot + u32(CHUNKS)) % u32(SLOTS))
         cuda.syncthreads()  # dQ of the last head is there
         if before != u64(0):
-            dq, stride = u32(x.smem + u32(DQ)), x.dq.strides[3]
-            add_dq(dq, before, stride, x.row0, x.queries, before_factor)
+            add_last(x, before, before_factor)
 
     return go
 
@@ -248,16 +249,16 @@ def build(config: BiasGradientConfig):
         two axes are not.
     """
     shape, options, tile, summed = config.shape, config.options, config.tile, config.summed
-    BLOCK_M, CHUNKS = tile.block_m, tile.chunks
+    BLOCK_M, BLOCK_N, CHUNKS = tile.block_m, tile.block_n, tile.chunks
     D, DV = padded(shape.head_dim), padded(shape.head_dim_v)
     SMEM, ALL_SCORES, AHEAD = tile.layout(shape), CHUNKS * DBIAS, tile.slots - 1
     BIAS, SCORES, WORDS, OUTPUTS = SMEM.bias, tile.part // 2, tile.part // 2, D // 2
     Q_WORDS, DO_WORDS, WARP_KEYS = D // 2, DV // 2, CHUNKS * WAYS * KEYS
-    SUM_0, SUM_1, SUM_H = summed[:3]
     runs = fragment.runs_of_queries(1, KEYS)
     zero, _ = softmax.build_zero(ALL_SCORES)
-    owned, walked, following = build_coordinates(summed)
-    go, keep = build_go(shape, following, tile), build_keep_bias(tile)
+    share_of, (_, walked, following) = build_share(summed, BLOCK_M), build_coordinates(summed)
+    place_of, _, _ = build_places(options, False, summed, BLOCK_M, BLOCK_N)
+    go, keep = build_go(shape, (place_of, following), tile), build_keep_bias(tile)
     load_queries, load_keys = build_loads(shape, tile)
     fragments = Fragments(
         runs, CHUNKS, WAYS * KEYS, tile.warps // WAYS, WAYS, 16, 8, 0, False, synchronise
@@ -281,16 +282,13 @@ def build(config: BiasGradientConfig):
         factors = cuda.local.array(2, f32)  # of products
         here = cuda.local.array(1, i32)
 
-        nq, nk, heads = i32(q.shape[3]), i32(k.shape[3]), i32(q.shape[2])
-        row_blocks = i32(u32(i32(nq + (BLOCK_M - 1))) // u32(BLOCK_M))
-        sizes = Walk(i32(q.shape[0]), i32(q.shape[1]), heads, row_blocks, i32(1))
-        own, share = owned(i32(cuda.blockIdx.x), sizes)
-        steps = (sizes.b0 if SUM_0 else 1) * (sizes.b1 if SUM_1 else 1) * (heads if SUM_H else 1)
-        shares = out.shape[0]
-        number, stop = i32(steps * share // shares), i32(steps * (share + 1) // shares)
+        nq, nk = i32(q.shape[3]), i32(k.shape[3])
+        extent = extent_of(q, k, i32(-nq), nk)
+        space, share, number = share_of(i32(cuda.blockIdx.x), extent, u32(out.shape[0]))
+        own, walk = space.own, walked(number, space.sizes)
         tensors = Tensors(do, q, k, v, rows, extras.factors, extras.flags)
-        row0, walk = i32(own.i * BLOCK_M), walked(number, sizes)
-        first = head_number(head_at(own, walk, sizes))
+        row0 = i32(own.i * BLOCK_M)
+        first = head_number(place_of(walk, space, extras).at)
         load_queries(smem, tensors, first, row0, nq)
         warp, lane = i32(cuda.threadIdx.x // 32), i32(cuda.threadIdx.x % 32)
         row, way = i32(row0 + warp // WAYS * 16 + lane // 4), i32(warp % WAYS)
@@ -303,8 +301,7 @@ def build(config: BiasGradientConfig):
         zero(acc)
         of_rows = lse, delta, up, down
         work = Registers(s, dp, ds, acc, dq_acc, q_words, do_words, *of_rows, factors, here)
-        bounds = number, stop, walk, own, sizes, nq, nk, row0, smem, my_bias
-        go(Way(*bounds, tensors, dq, scale), work)
+        go(Way(number, walk, space, row0, smem, my_bias, tensors, dq, extras, scale), work)
         # a warp's keys are every other 32
         col0 = i32(way * (KEYS - WARP_KEYS))
         store(out[share, own.b0, own.b1, own.head], acc, smem, row0, col0)

@@ -10,6 +10,8 @@ from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.sm80.smem import smem
 from numba_flash.cuda.sm80.tiles import KB, ROWS, WARP, Hardware, padded, pitch
 
+WAYS = 2  # warps that share rows of dQ and of the gradient of the bias
+
 
 @dataclass(frozen=True)
 class HeadTile:
@@ -112,6 +114,8 @@ class DqDbiasSplitTile:
     warps: ClassVar[int] = 8
     chunk: ClassVar[int] = 64  # keys
     block_m: ClassVar[int] = 64
+    m_tiles: ClassVar[int] = 1
+    warps_n: ClassVar[int] = WAYS
     min_blocks: ClassVar[int] = 1
 
     @property
@@ -175,7 +179,6 @@ class DkDvSplitTile:
 
 # Planes of so many keys leave room for a second block; each head's fill so many chunks of a row.
 MOST_KEYS, MOST_COLUMNS, LEAST_SHARED = 384, 32, 227 * KB
-WAYS = 2  # warps that share rows of dQ and of the gradient of the bias
 KINDS = 3  # of numbers that are known of a query: its lse and delta, a power of two for its dS
 FEWEST_ROWS = 64  # what is made of keys is worth it for so many queries
 # B = 384, H = 4, N = 384, D = 32 with a bias on an H200, speed over torch's memory-efficient kernel
