@@ -71,8 +71,8 @@ def extent_of(q, k, low, high):
 @once
 def build_share(summed, block_m, block_n=None):
     """``share_of(number, extent, shares)``: of the item of that number, of a problem of some
-    `numba_flash.cuda.arguments.Extent`, the `Space`, which of the shares of its walk it has, and the
-    number of the first step; a tile of the gradient has all keys if there is no `block_n`.
+    `numba_flash.cuda.arguments.Extent`, the `Space`, which share of the walk it has, and the number
+    of its first step; a tile of the gradient has all keys if there is no `block_n`.
     """
     SUM_0, SUM_1, SUM_H, SUM_I, SUM_J = summed
     BLOCK_M, BLOCK_N, ALL_KEYS = block_m, block_n or 1, block_n is None
@@ -101,7 +101,8 @@ def build_share(summed, block_m, block_n=None):
 @once
 def build_begin(summed, block_m, block_n):
     """``begin(number, extent, shares)``: the `Item` of that number, likewise."""
-    share_of, (_, walked, _) = build_share(summed, block_m, block_n), build_coordinates(summed)
+    share_of = build_share(summed, block_m, block_n)
+    _, walked, _ = build_coordinates(summed)
 
     @inline
     def begin(number, extent, shares):

@@ -9,8 +9,8 @@ MUTANTS_BIAS = (
     Mutant(
         "the next head in the slot that is read",
         "sm80 go",
-        "while number < x.stop: ...; cuda.syncthreads(); ...",
-        "while number < x.stop: ...; ...",
+        "while number < x.space.stop: ...; cuda.syncthreads(); ...",
+        "while number < x.space.stop: ...; ...",
         BOTH,
     ),
     Mutant(

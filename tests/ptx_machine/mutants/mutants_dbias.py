@@ -51,7 +51,9 @@ MUTANTS_DBIAS = (
     ),
     Mutant("the first part of K for all", "build_load_keys load_keys", "i32(keys.row + part * PART)", "keys.row", "bias gradient"),
     # ---- the walk
-    Mutant("a step too few", "cuda begin", "steps * (share + 1) // shares", "steps * (share + 1) // shares - 1", "bias gradient, shares"),
+    Mutant(
+        "a step too few", "cuda share_of", "steps * (share + 1) // shares", "steps * (share + 1) // shares - 1", "bias gradient, shares"
+    ),
     Mutant("the first head of k for all", "cuda place_of", "u32(at.head) // u32(space.group)", "0", "bias gradient, heads"),
     Mutant(
         "tiles of a mask as whole",

@@ -54,7 +54,6 @@ MUTANTS_HEAD = (
     Mutant("a chunk in the place of one that is read", "chunk", "before, x.tensors, t.next", "slot, x.tensors, t.next", GRADIENTS),
     Mutant("the next queries while these are read", "chunk", "number == 1", "number == 0", GRADIENTS),
     Mutant("queries that nobody waits for", "sm80", "LEAST_CHUNKS = 5", "LEAST_CHUNKS = 4", GRADIENTS),
-    Mutant("dQ of the first warp's keys alone, of short heads", "sm80 add", "x[2 * r] + y[2 * r]", "x[2 * r]", GRADIENTS),
     Mutant("dQ of the head before, too", "sm80 go", "zero(w.dq_acc)", "", GRADIENTS),
     Mutant(
         "dQ before all warps' is there, of short heads",

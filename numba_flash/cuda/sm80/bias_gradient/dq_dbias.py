@@ -247,7 +247,8 @@ def build(config: BiasGradientConfig):
     of_half = kind, depths, pitches, words_of, value, tile
     halves = (build_half(*of_half, hidden) for hidden in (False, True))
     keep_all = ptx.repeated(PARTS, keep)
-    share_of, (_, walked, following) = build_share(summed, BLOCK_M, BLOCK_N), build_coordinates(summed)
+    share_of = build_share(summed, BLOCK_M, BLOCK_N)
+    _, walked, following = build_coordinates(summed)
     place_of, _, _ = build_places(options, False, summed, BLOCK_M, BLOCK_N)
 
     @inline
