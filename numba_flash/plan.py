@@ -13,7 +13,7 @@ Kind: TypeAlias = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Backend: TypeAlias = Literal["sm90", "sm80", "simt", "cpu"]  # fastest first
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-LEFT_TO: Backend = "simt"  # knows every number
+FALLBACK: Backend = "simt"  # knows every number
 
 
 @dataclass(frozen=True, repr=False)
@@ -195,7 +195,7 @@ def on_paper(backend: Backend, kind: Kind, problem: Problem, inputs, settings: S
 
 
 def prepare(backend: Backend, kind: str, problem: Problem, inputs, results, **settings) -> Prepared:
-    """What a tier makes of a problem and layouts; the heads that it leaves, which it knows when it has run, are computed by `LEFT_TO`.
+    """What a tier makes of a problem and layouts; the heads that it leaves, which it knows when it has run, are computed by `FALLBACK`.
 
     Parameters
     ----------
@@ -221,11 +221,11 @@ def prepare(backend: Backend, kind: str, problem: Problem, inputs, results, **se
 def _prepare_whole(backend: Backend, kind: str, problem: Problem, inputs, results, settings: dict) -> Prepared:
     """The same, all of it at the same time."""
     first = getattr(tier(backend), f"prepare_{kind}")(problem, inputs, results, **settings)
-    if first.left is None or 0 in first.left.shape:
+    if first.fallback is None or 0 in first.fallback.shape:
         return first
-    rest = getattr(tier(LEFT_TO), f"prepare_{kind}")(problem, inputs, results, left=first.left, **settings)
+    rest = getattr(tier(FALLBACK), f"prepare_{kind}")(problem, inputs, results, fallback=first.fallback, **settings)
 
     def run(inputs, results, *state):
-        rest.run(inputs, results, *state, left=first.run(inputs, results, *state))
+        rest.run(inputs, results, *state, fallback=first.run(inputs, results, *state))
 
     return Prepared(run, (*first.launches, *rest.launches), sums=first.sums, recipes=first.recipes)

@@ -6,7 +6,7 @@ from compiled import Kernel
 
 from numba_flash.arguments.options import PLAIN, Options
 from numba_flash.cuda.simt import tier as simt
-from numba_flash.cuda.simt.few_tiles import TILES
+from numba_flash.cuda.simt.decode_tiles import TILES
 from numba_flash.cuda.simt.lanes_tiles import tile_of
 
 # Every tile of simt.TILES at the head dimension it was made for, every dtype in every kernel, and head dimensions that fill no tile.
@@ -33,9 +33,9 @@ def kernel(name: str, dtype: str, d: int, dv: int, write_lse: bool = True, optio
         return Kernel("passes.delta.build", (dtype, dv, False, simt.DELTA_LANES, simt.DELTA_ROWS))
     if name == "few":
         tiles = TILES["float64" if dtype == "float64" else "float32"]
-        return Kernel("simt.few.build", (dtype, dtype, d, dv, write_lse, options, replace(tiles[-1], group=HEADS)))
+        return Kernel("simt.decode.build", (dtype, dtype, d, dv, write_lse, options, replace(tiles[-1], group=HEADS)))
     if name == "lanes":
-        return Kernel("simt.few_lanes.build", (dtype, d, dv, write_lse, options, tile_of(dtype, max(d, dv), HEADS, HEADS)))
+        return Kernel("simt.decode_lanes.build", (dtype, d, dv, write_lse, options, tile_of(dtype, max(d, dv), HEADS, HEADS)))
     tile = simt.tile_for("dq" if name == "dbias" else name, dtype, max(d, dv))
     if name == "forward":
         return Kernel("simt.forward.build", (dtype, dtype, d, dv, write_lse, options, tile))

@@ -18,7 +18,7 @@ from numba_flash.arguments.pages import PagedInputs
 from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, bind, bind_paged
 from numba_flash.cuda.runtime.launch import Gpu, Launch
 from numba_flash.cuda.sm80.backward.backward_tiles import BACKWARD_TILES
-from numba_flash.cuda.sm80.decode.few_tiles import BACKWARD_FEW_TILES, FEW_TILES
+from numba_flash.cuda.sm80.decode.decode_tiles import BACKWARD_DECODE_TILES, DECODE_TILES
 from numba_flash.cuda.sm80.tiles import FORWARD_TILES
 from numba_flash.plan import choose, tier
 
@@ -32,9 +32,9 @@ OTHER_LOOPS = (
     "dbias_float64",
     "dq_dbias",
     "dk_dv",
-    "dq_dbias_split",
-    "dk_dv_split",
-    "split_heads",
+    "dq_dbias_planes",
+    "dk_dv_planes",
+    "write_head_planes",
 )  # main loops of a backward pass, too
 AROUND = (
     "backward",
@@ -169,7 +169,7 @@ TILES = {
 FEW = {
     f"forward {d}, few queries, {rows} rows for {name_of(capability)}": Case("forward", "float16", d, d, capability, nq=rows // GROUP)
     for capability in (TURING, AMPERE, (8, 6), HOPPER)
-    for d, rows in dict.fromkeys((row.d, row.rows) for row in FEW_TILES)
+    for d, rows in dict.fromkeys((row.d, row.rows) for row in DECODE_TILES)
 }
 FEW |= {
     f"forward {d}, few queries {name} for 9.0": Case("forward", "float16", d, d, HOPPER, OPTIONS[name], nq)
@@ -184,7 +184,7 @@ FEW |= {
 FEW |= {
     f"backward {d}, few queries, {rows} rows for {name_of(capability)}": Case("backward", "float16", d, d, capability, nq=rows // GROUP)
     for capability in (TURING, AMPERE, (8, 6), HOPPER)
-    for d, rows in dict.fromkeys((row.d, row.rows) for row in BACKWARD_FEW_TILES)
+    for d, rows in dict.fromkeys((row.d, row.rows) for row in BACKWARD_DECODE_TILES)
 }
 FEW |= {
     "backward 64, few queries, lengths for 9.0": Case("backward", "bfloat16", 64, 64, HOPPER, OPTIONS["lengths"], 3),

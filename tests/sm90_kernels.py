@@ -11,12 +11,12 @@ from numba_flash.cuda.arguments import BASE_E, RAISED_BASE_2, Vectors
 from numba_flash.cuda.config import OPTIONS as OPTIONS_STAGE
 from numba_flash.cuda.config import RELATIVE as RELATIVE_STAGE
 from numba_flash.cuda.config import RESIDENT, PreprocessConfig
-from numba_flash.cuda.passes.prepare_parts import ROWS
+from numba_flash.cuda.passes.prepare_kv_splits import ROWS
 from numba_flash.cuda.sm90.backward.backward_tiles import BACKWARD_TILES, WIDE_DQ_TILE, BackwardTile, WideTile, with_options
-from numba_flash.cuda.sm90.backward.backward_tiles import SPLIT_TILES as BACKWARD_SPLIT_TILES
-from numba_flash.cuda.sm90.backward.options_tiles import DQ_TILE, LISTED_TILES, STORING_TILE, crowded
+from numba_flash.cuda.sm90.backward.backward_tiles import PLANES_TILES as BACKWARD_SPLIT_TILES
+from numba_flash.cuda.sm90.backward.options_tiles import DQ_TILE, SPARSE_TILES, STORING_TILE, crowded
 from numba_flash.cuda.sm90.backward.options_tiles import TILES as BACKWARD_OPTION_TILES
-from numba_flash.cuda.sm90.backward.prepare_backward_listed import SLOT_THREADS
+from numba_flash.cuda.sm90.backward.prepare_block_sparse import SLOT_THREADS
 from numba_flash.cuda.sm90.backward.prepare_pass import ROW_THREADS
 from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import CROWDED, ROWS_TILES, KeysTile, QueriesTile
 from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import TILES as DBIAS_TILES
@@ -24,23 +24,23 @@ from numba_flash.cuda.sm90.config import RESIDENT_QUERIES, BackwardConfig, BiasG
 from numba_flash.cuda.sm90.forward.forward_tiles import (
     COPYING,
     FORWARD_TILES,
+    KV_SPLIT_TILES,
     OPTION_TILES,
-    PART_TILES,
-    KeptTile,
+    ResidentTile,
     Tile,
-    kept_tile,
     relative_tile,
+    resident_tile,
     words_held,
 )
-from numba_flash.cuda.sm90.forward.forward_tiles import SPLIT_TILES as FORWARD_SPLIT_TILES
+from numba_flash.cuda.sm90.forward.forward_tiles import PLANES_TILES as FORWARD_SPLIT_TILES
 from numba_flash.cuda.sm90.tiles import DQ_PART, Row
 from numba_flash.cuda.work.prepare_tile_lists import LISTS as WARPS_OF_LISTS
 
 LENGTHS = Options(q_lengths="int32", kv_lengths="int64", follows=True)
 PACKED = Options(q_lengths="int32", kv_lengths="int32", packed=True, follows=True)
 SOFTCAP, RELATIVE = Options(softcap=1.0), Options(relative=True)
-LISTED = Options(listed=True)
-LISTED_LENGTHS, LISTED_PACKED, LISTED_SOFTCAP = (replace(options, listed=True) for options in (LENGTHS, PACKED, SOFTCAP))
+BLOCK_SPARSE = Options(block_sparse=True)
+LISTED_LENGTHS, LISTED_PACKED, LISTED_SOFTCAP = (replace(options, block_sparse=True) for options in (LENGTHS, PACKED, SOFTCAP))
 
 
 def first(table: tuple[Row, ...], d: int, dv: int):
@@ -53,7 +53,7 @@ def tile_of(d: int, dv: int) -> Tile:
 
 
 def part_tile_of(d: int) -> Tile:
-    return first(PART_TILES, d, d)
+    return first(KV_SPLIT_TILES, d, d)
 
 
 def backward_tile(d: int, dv: int) -> BackwardTile | WideTile:
@@ -65,12 +65,12 @@ FORWARD = {
     **{f"{row.d}-{row.keys}-none": ("bfloat16", row.d, row.dv, True, "none", "map", PLAIN, row.tile) for row in FORWARD_TILES["full"]},
     **{f"{row.d}-{row.keys}-above": ("bfloat16", row.d, row.dv, True, "above", "map", PLAIN, row.tile) for row in FORWARD_TILES["band"]},
     **{f"{d}-both": ("bfloat16", d, d, True, "both", "map", PLAIN, tile_of(d, d)) for d in (64, 128, 256)},
-    **{f"{row.d}-parts": ("bfloat16", row.d, row.dv, True, "none", "parts", PLAIN, row.tile) for row in PART_TILES},
+    **{f"{row.d}-parts": ("bfloat16", row.d, row.dv, True, "none", "kv_splits", PLAIN, row.tile) for row in KV_SPLIT_TILES},
     "float16": ("float16", 128, 128, False, "none", "map", PLAIN, tile_of(128, 128)),
     "72, 40": ("bfloat16", 72, 40, True, "above", "map", PLAIN, tile_of(72, 40)),
     "192, 128": ("float16", 192, 128, True, "none", "map", PLAIN, tile_of(192, 128)),
     "lengths": ("bfloat16", 128, 128, True, "above", "map", LENGTHS, tile_of(128, 128)),
-    "lengths in parts": ("float16", 128, 128, True, "above", "parts", LENGTHS, part_tile_of(128)),
+    "lengths in parts": ("float16", 128, 128, True, "above", "kv_splits", LENGTHS, part_tile_of(128)),
     "packed": ("bfloat16", 64, 64, True, "above", "words", PACKED, tile_of(64, 64)),
     "packed, 128": ("float16", 128, 128, True, "none", "words", PACKED, tile_of(128, 128)),
     "softcap": ("bfloat16", 128, 128, True, "none", "map", SOFTCAP, tile_of(128, 128)),
@@ -81,25 +81,25 @@ OF_DISTANCES = {
     "64 relative": ("bfloat16", 64, 64, True, "none", "map", RELATIVE),
     "128 relative, causal": ("float16", 128, 128, True, "above", "map", RELATIVE),
     "256 relative": ("bfloat16", 256, 256, True, "none", "map", RELATIVE),
-    "64 relative, lengths, parts": ("float16", 64, 64, True, "above", "parts", replace(LENGTHS, relative=True)),
+    "64 relative, lengths, parts": ("float16", 64, 64, True, "above", "kv_splits", replace(LENGTHS, relative=True)),
 }
 
 
 def relative_tile_of(d: int, dv: int, band: str, store: str) -> Tile:
-    return relative_tile(SimpleNamespace(d=d, dv=dv, nk=2**20, band=band, options=RELATIVE), store == "parts")
+    return relative_tile(SimpleNamespace(d=d, dv=dv, nk=2**20, band=band, options=RELATIVE), store == "kv_splits")
 
 
 FORWARD |= {name: (*config, relative_tile_of(*config[1:3], *config[4:6])) for name, config in OF_DISTANCES.items()}
 # dtype, head dimensions, lse, band, store, options
 LISTS = {
-    "64 lists": ("bfloat16", 64, 64, True, "none", "map", LISTED),
-    "64 lists, causal": ("float16", 64, 64, True, "above", "map", LISTED),
-    "128 lists": ("float16", 128, 128, True, "none", "map", LISTED),
-    "128 lists, window": ("bfloat16", 128, 128, True, "both", "map", LISTED),
-    "128 lists, lengths, parts": ("float16", 128, 128, True, "above", "parts", LISTED_LENGTHS),
+    "64 lists": ("bfloat16", 64, 64, True, "none", "map", BLOCK_SPARSE),
+    "64 lists, causal": ("float16", 64, 64, True, "above", "map", BLOCK_SPARSE),
+    "128 lists": ("float16", 128, 128, True, "none", "map", BLOCK_SPARSE),
+    "128 lists, window": ("bfloat16", 128, 128, True, "both", "map", BLOCK_SPARSE),
+    "128 lists, lengths, parts": ("float16", 128, 128, True, "above", "kv_splits", LISTED_LENGTHS),
     "128 lists, packed": ("bfloat16", 128, 128, True, "above", "words", LISTED_PACKED),
-    "256 lists": ("bfloat16", 256, 256, True, "none", "map", LISTED),
-    "256 lists, parts": ("bfloat16", 256, 256, True, "none", "parts", LISTED),
+    "256 lists": ("bfloat16", 256, 256, True, "none", "map", BLOCK_SPARSE),
+    "256 lists, parts": ("bfloat16", 256, 256, True, "none", "kv_splits", BLOCK_SPARSE),
 }
 
 BIAS, BIAS_32, MASK, DROPOUT = Options(bias="bfloat16"), Options(bias="float32"), Options(mask=True), Options(dropout=0.5)
@@ -131,14 +131,14 @@ FORWARD_OPTIONS = {
     "forward sm90 64 bias of float32": ("float16", 64, 64, True, "above", "map", ONES, BIAS_32),
     "forward sm90 128 bias of float32": ("float16", 128, 128, True, "none", "map", PAIRS, BIAS_32),
     "forward sm90 256 bias of float32": ("bfloat16", 256, 256, True, "none", "map", PAIRS, BIAS_32),
-    "forward sm90 64 everything": ("float16", 64, 64, True, "both", "parts", ONES, EVERYTHING),
+    "forward sm90 64 everything": ("float16", 64, 64, True, "both", "kv_splits", ONES, EVERYTHING),
     "forward sm90 128 everything": ("float16", 128, 128, True, "none", "map", PAIRS, EVERYTHING),
     "forward sm90 256 everything": ("float16", 256, 256, True, "none", "map", PAIRS, EVERYTHING),
 }
 FORWARD_OPTIONS = {name: (*config, options_tile_of(config[-1], config[1])) for name, config in FORWARD_OPTIONS.items()}
 FORWARD_OPTIONS |= {
     "forward sm90 64 copied bias": ("bfloat16", 64, 64, True, "none", "map", PAIRS, BIAS, first(COPYING["bias"], 64, 64)),
-    "forward sm90 64 copied bias, causal": ("float16", 64, 64, True, "above", "parts", PAIRS, BIAS_16, first(COPYING["bias"], 64, 64)),
+    "forward sm90 64 copied bias, causal": ("float16", 64, 64, True, "above", "kv_splits", PAIRS, BIAS_16, first(COPYING["bias"], 64, 64)),
     "forward sm90 64 copied mask": ("float16", 64, 64, True, "none", "map", PAIRS, MASK, first(COPYING["mask"], 64, 64)),
 }
 FORWARD_OPTIONS = {
@@ -154,8 +154,8 @@ FORWARD_KEPT = {
 }
 
 
-def kept_tile_of(options: Options, nq: int, nk: int) -> KeptTile:
-    return kept_tile(SimpleNamespace(options=options, nq=nq, nk=nk))
+def kept_tile_of(options: Options, nq: int, nk: int) -> ResidentTile:
+    return resident_tile(SimpleNamespace(options=options, nq=nq, nk=nk))
 
 
 FORWARD_KEPT = {
@@ -187,7 +187,7 @@ FORWARD_SPLIT = {
     "float32 64": (64, 64, True, "none", "floats", PLAIN, SPLIT_64),
     "float32 64, causal": (64, 64, True, "above", "floats", PLAIN, SPLIT_64),
     "float32 128": (128, 128, True, "none", "floats", PLAIN, SPLIT_128),
-    "float32 128, window, lengths, parts": (128, 128, True, "both", "parts", LENGTHS, SPLIT_128),
+    "float32 128, window, lengths, parts": (128, 128, True, "both", "kv_splits", LENGTHS, SPLIT_128),
     "float32 72, 40, packed": (72, 40, False, "above", "floats", PACKED, SPLIT_128),
     "float32 64, less accurate": (64, 64, True, "none", "floats", PLAIN, replace(SPLIT_64, planes=1)),
 }
@@ -217,14 +217,14 @@ BACKWARD_ROUNDING = {
 }
 BACKWARD |= {name: (*config, replace(backward_tile(*config[1:3]), rounds_dq=True)) for name, config in BACKWARD_ROUNDING.items()}
 BACKWARD_LISTS = {
-    "backward 64 lists": ("bfloat16", 64, 64, False, True, True, LISTED),
+    "backward 64 lists": ("bfloat16", 64, 64, False, True, True, BLOCK_SPARSE),
     "backward 64 lists, lengths, in any order": ("float16", 64, 64, True, True, False, LISTED_LENGTHS),
-    "backward 128 lists": ("float16", 128, 128, False, True, True, LISTED),
-    "backward 128 lists, in any order": ("bfloat16", 128, 128, False, True, False, LISTED),
+    "backward 128 lists": ("float16", 128, 128, False, True, True, BLOCK_SPARSE),
+    "backward 128 lists, in any order": ("bfloat16", 128, 128, False, True, False, BLOCK_SPARSE),
     "backward 128 lists, packed": ("bfloat16", 128, 128, False, False, True, LISTED_PACKED),
     "backward 72, 40 lists, lengths": ("float16", 72, 40, False, True, True, LISTED_LENGTHS),
 }
-BACKWARD |= {name: (*config, first(LISTED_TILES, *config[1:3])) for name, config in BACKWARD_LISTS.items()}
+BACKWARD |= {name: (*config, first(SPARSE_TILES, *config[1:3])) for name, config in BACKWARD_LISTS.items()}
 
 BACKWARD_RELATIVE = {
     "backward 64 relative": ("bfloat16", 64, 64, False, True, True, RELATIVE),
@@ -238,7 +238,7 @@ BACKWARD |= {
 
 # What stores dS, of which another makes dQ.
 BACKWARD_STORED = {
-    "backward 128 stored": ("float16", 128, 128, False, True, False, LISTED),
+    "backward 128 stored": ("float16", 128, 128, False, True, False, BLOCK_SPARSE),
     "backward 72, 40 stored, lengths": ("bfloat16", 72, 40, True, True, False, LISTED_LENGTHS),
 }
 BACKWARD |= {name: (*config, STORING_TILE) for name, config in BACKWARD_STORED.items()}
@@ -254,7 +254,7 @@ BACKWARD_OPTIONS = {
     "backward sm90 128 mask": ("float16", 128, 128, False, True, True, ONES, MASK),
     "backward sm90 64 blocks": ("float16", 64, 64, True, True, False, ONES, LISTED_SOFTCAP),
     "backward sm90 128 blocks": ("bfloat16", 128, 128, False, True, True, ONES, LISTED_SOFTCAP),
-    "backward sm90 64 blocks and a bias": ("bfloat16", 64, 64, False, True, True, PAIRS, replace(BIAS, listed=True)),
+    "backward sm90 64 blocks and a bias": ("bfloat16", 64, 64, False, True, True, PAIRS, replace(BIAS, block_sparse=True)),
     "backward sm90 64 blocks that do not fit": ("bfloat16", 64, 64, False, True, True, ONES, BLOCKS),
     "backward sm90 128 blocks that do not fit": ("float16", 128, 128, False, True, True, ONES, BLOCKS),
     "backward sm90 128 blocks of odd sizes": ("float16", 128, 128, False, True, True, ONES, ODD_BLOCKS),
@@ -325,7 +325,7 @@ def loop_of(tile) -> str:
     """Builder of the backward loop that has such a tile."""
     if isinstance(tile, WideTile):
         return "sm90.backward.backward_wide.build"
-    return "sm90.fp16x2.backward_split.build" if tile.planes > 1 else "sm90.backward.backward.build"
+    return "sm90.fp16x2.backward_planes.build" if tile.planes > 1 else "sm90.backward.backward.build"
 
 
 EARLY = ROW_THREADS, False, True  # the last arguments of the kernel before a loop that may begin early
@@ -356,7 +356,7 @@ DQ = {
 }
 DQ = {name: (*config, WIDE_DQ_TILE) for name, config in DQ.items()}
 DQ_LISTS = {
-    "dq 128 lists": ("float16", 128, False, True, LISTED),
+    "dq 128 lists": ("float16", 128, False, True, BLOCK_SPARSE),
     "dq 72 lists, lengths": ("bfloat16", 72, True, True, LISTED_LENGTHS),
 }
 DQ |= {name: (*config, DQ_TILE) for name, config in DQ_LISTS.items()}
@@ -395,10 +395,10 @@ COMBINE = {
 
 KERNELS = {
     **{name: Kernel("sm90.forward.forward.build", (config,)) for name, config in (FORWARD | FORWARD_OPTIONS).items()},
-    **{name: Kernel("sm90.resident_bias.forward_kept.build", (config,)) for name, config in FORWARD_KEPT.items()},
-    **{name: Kernel("sm90.resident_bias.dq_dbias_kept.build", (config,)) for name, config in DQ_DBIAS_KEPT.items()},
-    **{name: Kernel("sm90.resident_bias.dk_dv_kept.build", (config,)) for name, config in DK_DV_KEPT.items()},
-    **{name: Kernel("sm90.fp16x2.forward_split.build", (config,)) for name, config in FORWARD_SPLIT.items()},
+    **{name: Kernel("sm90.resident_bias.forward_resident.build", (config,)) for name, config in FORWARD_KEPT.items()},
+    **{name: Kernel("sm90.resident_bias.dq_dbias_resident.build", (config,)) for name, config in DQ_DBIAS_KEPT.items()},
+    **{name: Kernel("sm90.resident_bias.dk_dv_resident.build", (config,)) for name, config in DK_DV_KEPT.items()},
+    **{name: Kernel("sm90.fp16x2.forward_planes.build", (config,)) for name, config in FORWARD_SPLIT.items()},
     **{name: Kernel(loop_of(config.tile), (config,)) for name, config in (BACKWARD | BACKWARD_OPTIONS).items()},
     **{name: Kernel(loop_of(config.tile), (config,)) for name, config in BACKWARD_SPLIT.items()},
     **{name: Kernel("sm90.bias_gradient.dbias.build", (config,)) for name, config in DBIAS.items()},

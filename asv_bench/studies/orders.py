@@ -1,7 +1,7 @@
 """Time of causal gradients on Hopper against the order in which blocks of keys add to dQ, by how many heads share keys.
 
-Each `Order` of `numba_flash.cuda.sm90.dq.prepare_turns` is checked against the float64 oracle before it is timed, and all take turns. The
-kernels are the same; `chosen` is the order that the backend takes on this GPU.
+Each `Order` of `numba_flash.cuda.sm90.dq.prepare_dq_order` is checked against the float64 oracle before it is timed, and all take turns.
+The kernels are the same; `chosen` is the order that the backend takes on this GPU.
 
     python asv_bench/studies/orders.py --json FILE [--groups 2,4,8] [--head-dims 64,128] [--lengths 512,...]
 """
@@ -18,13 +18,13 @@ from numba_flash.bench import peers, timing
 from numba_flash.bench.cases import Case, Cell
 from numba_flash.cuda.runtime import launch
 from numba_flash.cuda.sm90.backward.backward_tiles import backward_tile
-from numba_flash.cuda.sm90.dq import prepare_turns
-from numba_flash.cuda.sm90.dq.prepare_turns import Order
+from numba_flash.cuda.sm90.dq import prepare_dq_order
+from numba_flash.cuda.sm90.dq.prepare_dq_order import Order
 from numba_flash.cuda.work import grid
 from numba_flash.plan import tier
 
 TOKENS, WIDTH, LENGTHS = 16384, 4096, [512, 1024, 2048, 4096, 8192, 16384]
-CHOICE, MOST = (prepare_turns, "order"), 128  # head dimensions of kernels that add to dQ in turns
+CHOICE, MOST = (prepare_dq_order, "order"), 128  # head dimensions of kernels that add to dQ in turns
 
 
 def study(group: int, head_dim: int, length: int, options, clock) -> list[dict]:
@@ -53,7 +53,7 @@ def chosen_order(case: Case) -> Order:
     """What the backend takes on this GPU."""
     problem = bind(*case.arrays, causal=True)
     key_blocks = grid.blocks(problem, problem.nk, backward_tile(problem).block_n)
-    return prepare_turns.order(problem, key_blocks, launch.gpu_of(case.arrays[0]), True)
+    return prepare_dq_order.order(problem, key_blocks, launch.gpu_of(case.arrays[0]), True)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -17,7 +17,7 @@ def adopt(name: str, x):
     if arrays.plain(x):
         return x
     if name in INTEGERS and isinstance(x, list | tuple):
-        return _listed(name, x)
+        return _block_sparse(name, x)
     if traced := advice.of_tracer(type(x)):
         raise TypeError(f"{name} must be an array that has values; got {type(x).__name__}{traced}")
     try:
@@ -27,7 +27,7 @@ def adopt(name: str, x):
         raise TypeError(f"{name} cannot be read in place ({reason}); got {type(x).__name__}{advice.of_array(name, x)}") from error
 
 
-def _listed(name: str, x) -> np.ndarray:
+def _block_sparse(name: str, x) -> np.ndarray:
     """The array of a list of integers."""
     try:
         made = np.asarray(x)

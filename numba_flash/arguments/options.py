@@ -70,7 +70,7 @@ class Options:
     relative : ScoreMod or bool
         In the place of `score_mod` where kernels find in an array what it adds to scores, by head and distance
         (`numba_flash.cuda.score.relative`).
-    listed : bool
+    block_sparse : bool
         In the place of `mask` for kernels each of whose tiles lies within one block: they go through lists of tiles, and need no mask.
     q_lengths, kv_lengths : str or None
         Dtype of the arrays of lengths (of offsets, if `packed`), or of those of keys `AS_NUMBERS`.
@@ -92,7 +92,7 @@ class Options:
     bias: str | None = None
     mask: bool = False
     blocks: BlockSize | None = None
-    listed: bool = False
+    block_sparse: bool = False
     q_lengths: str | None = None
     kv_lengths: str | None = None
     packed: bool = False
@@ -114,7 +114,7 @@ class Options:
     @property
     def tiled(self) -> bool:
         """True if a mask says which tiles there are."""
-        return self.mask or self.listed
+        return self.mask or self.block_sparse
 
     @property
     def modifies(self) -> bool:
@@ -134,12 +134,12 @@ class Options:
     @property
     def modifies_or_lists(self) -> bool:
         """True if anything but a softcap does, or tiles are listed: kernels of options know both."""
-        return self.modifies_beyond_softcap or self.listed
+        return self.modifies_beyond_softcap or self.block_sparse
 
     @property
     def only_lists(self) -> bool:
         """True if tiles are listed, and nothing else is asked for but lengths: kernels without options do that."""
-        return self.listed and not self.modifies
+        return self.block_sparse and not self.modifies
 
     @property
     def changes(self) -> bool:
@@ -159,7 +159,7 @@ class Options:
     @property
     def structure(self) -> Options:
         """The same with numbers that a kernel receives when it runs reduced to whether they matter: one kernel serves all values."""
-        blocks = None if self.listed else self.blocks
+        blocks = None if self.block_sparse else self.blocks
         relative, softcap, dropout = bool(self.relative), float(self.softcap > 0), 0.5 if self.dropout else 0.0
         return replace(self, relative=relative, softcap=softcap, dropout=dropout, generator=SEEDLESS, blocks=blocks)
 
@@ -169,9 +169,9 @@ class Options:
         return replace(self.structure, softcap=0.0, score_mod=None, relative=False, dropout=0.0)
 
     @property
-    def unlisted(self) -> Options:
+    def as_mask(self) -> Options:
         """The same with the mask of which lists are made."""
-        return replace(self, mask=self.tiled, listed=False)
+        return replace(self, mask=self.tiled, block_sparse=False)
 
 
 PLAIN = Options()

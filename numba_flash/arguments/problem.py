@@ -79,7 +79,7 @@ class Prepared(NamedTuple):
         ``run(inputs, results)`` on arrays of these layouts, with dropout ``run(inputs, results, rng)``.
     launches : tuple
         The kernels that it launches, each with its `builder` and `config`; they are loaded when they first run.
-    left : Layout or None
+    fallback : Layout or None
         Of what `run` returns if another tier has to compute some heads, and add what they make of the gradient of a bias if one is
         wanted: int32 (b0, b1, heads of q), not 0 for those, the same for all that belong to one head of k.
     tiles : tuple of (str, (int, int))
@@ -94,7 +94,7 @@ class Prepared(NamedTuple):
 
     run: Any
     launches: tuple = ()
-    left: Any = None
+    fallback: Any = None
     tiles: tuple = ()
     sums: int = 0
     scratch: int = 0

@@ -117,7 +117,7 @@ def _serve(tasks: SimpleQueue) -> None:
         tasks.get()()
 
 
-class Held(NamedTuple):
+class BlasLimit(NamedTuple):
     """One BLAS library, and the limiter that holds it to one thread."""
 
     library: ThreadpoolController
@@ -184,7 +184,7 @@ class Blas:
             self.holder = threading.get_ident()
             with self._setting():
                 for library in self.libraries:
-                    self.held.append(Held(library, library.limit(limits=1)))
+                    self.held.append(BlasLimit(library, library.limit(limits=1)))
             passes()
         finally:
             try:

@@ -16,12 +16,12 @@ from numba_flash.arguments.options import AS_NUMBERS, dropout_threshold
 VECTOR_BYTES = 16  # the most that one load brings
 EXTRAS = ("bias", "mask", "q_lengths", "kv_lengths")
 MOST_LENGTHS = 64  # that are numbers among the arguments of a kernel
-SPLIT = (
+FP16X2 = (
     "factors",
     "shifts",
     "centres",
-)  # of `numba_flash.cuda.passes.split`, where float32 is split
-FACTORS = SPLIT[:1]
+)  # of `numba_flash.cuda.passes.write_planes`, where float32 is split
+FACTORS = FP16X2[:1]
 OF_DLSE = ("factors", "centres", "rows", "dlse")  # for what a gradient of the lse adds to dq
 OF_DBIAS = ("factors", "flags")  # for the gradient of a bias, which leaves flagged heads out
 # In which base kernels of a backward pass get the lse, and whether their P of float16 is raised.
@@ -102,7 +102,7 @@ class UnitSizes(NamedTuple):
     keys: int
 
 
-class KeptScales(NamedTuple):
+class ResidentScales(NamedTuple):
     """The scale, its inverse, and what leads from raw products to base 2."""
 
     scale: float

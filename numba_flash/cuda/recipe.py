@@ -12,9 +12,9 @@ PLAIN_OR_OPTIONS = "plain, or options"  # what happens to scores, beside what `c
 # Work lists, and where dQ goes, in words.
 ROW_BLOCKS = "blocks of queries (dense, band, packed)"
 KEY_BLOCKS = "blocks of keys (dense, band, packed)"
-LISTED = "listed tiles"
-ROWS_OR_LISTED = "blocks of queries (dense, band, packed), or listed tiles"
-KEYS_OR_LISTED = "blocks of keys (dense, band, packed), or listed tiles"
+BLOCK_SPARSE = "block sparse"
+ROWS_OR_SPARSE = "blocks of queries (dense, band, packed), or block sparse"
+KEYS_OR_SPARSE = "blocks of keys (dense, band, packed), or block sparse"
 OF_GRADIENT = "tiles of the gradient, and what it is summed over"
 SUMS = "summed in memory, then rounded"
 
@@ -50,8 +50,8 @@ class Recipe(NamedTuple):
         What happens to scores, one of those above.
     prepare : callable
         ``prepare(chosen)``: the launches, on results that they can store.
-    part_tile : callable or None
-        ``part_tile(p)``: that over parts of the keys, if it is another one.
+    kv_split_tile : callable or None
+        ``kv_split_tile(p)``: that over parts of the keys, if it is another one.
     dq : str
         Where dQ goes, in words; none in the forward pass.
     beside : tuple of Recipe
@@ -65,7 +65,7 @@ class Recipe(NamedTuple):
     work: str
     stage: str
     prepare: Callable
-    part_tile: Any = None
+    kv_split_tile: Any = None
     dq: str = ""
     beside: tuple = ()
 
@@ -108,9 +108,9 @@ class Chosen(NamedTuple):
         return f"{self.recipe.loops[0]}.build"
 
     @property
-    def part_tile(self):
+    def kv_split_tile(self):
         """Of the main loop over parts of the keys."""
-        return self.recipe.part_tile(self.p) if self.recipe.part_tile else self.tile
+        return self.recipe.kv_split_tile(self.p) if self.recipe.kv_split_tile else self.tile
 
 
 def choose(table: tuple[Recipe, ...], call: Call, again: Callable) -> Chosen:

@@ -79,14 +79,14 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-class Held(NamedTuple):
+class Usage(NamedTuple):
     """What a directory holds: how many files, and their bytes."""
 
     files: int
     size: int
 
 
-def held(directory: Path) -> Held:
+def held(directory: Path) -> Usage:
     """Of those that are there, and stay there meanwhile; temporary ones of `write_atomically` are none."""
     sizes = []
     try:
@@ -97,7 +97,7 @@ def held(directory: Path) -> Held:
                         sizes.append(entry.stat().st_size)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         pass
-    return Held(len(sizes), sum(sizes))
+    return Usage(len(sizes), sum(sizes))
 
 
 def load(path: Path) -> bytes | None:

@@ -225,7 +225,7 @@ def test_orders_are_those_that_are_asked_for(module):
         done = tiles.prepare(order, orders.CHOICE, "sm90", "backward", bind(q, k, k, causal=True), inputs, results)
         sizes = [x for launch in done.launches for x in launch.numbers if getattr(x, "section", 0)]
         (ways[order.name],) = {(x.upward, x.swing) for x in sizes}
-    assert ways == {"DOWNWARD": (0, 0), "UPWARD": (3, 0), "SWINGS": (0, 1)}
+    assert ways == {"DOWNWARD": (0, 0), "UPWARD": (3, 0), "SERPENTINE": (0, 1)}
 
 
 @pytest.mark.parametrize("missing", ["DOWNWARD", "UPWARD"])
@@ -242,7 +242,7 @@ def test_orders_are_compared_with_the_first(module, monkeypatch, missing):
     monkeypatch.setattr(orders.launch, "gpu_of", lambda x: Gpu(0, (9, 0), 132))
     options = SimpleNamespace(tokens=96, width=256, repeats=3)
     rows = orders.study(8, 16, 48, options, timing.HostClock())
-    assert [(row["order"], row["chosen"]) for row in rows] == [("DOWNWARD", False), ("UPWARD", True), ("SWINGS", False)]
+    assert [(row["order"], row["chosen"]) for row in rows] == [("DOWNWARD", False), ("UPWARD", True), ("SERPENTINE", False)]
     for row in rows:
         if row["order"] == missing:
             assert row["reason"] == "RuntimeError: no way"

@@ -12,7 +12,7 @@ from numba_flash import reference
 from numba_flash.arguments import problem
 from numba_flash.arguments.arrays import Layout
 from numba_flash.cuda.runtime.launch import Gpu
-from numba_flash.cuda.simt import prepare_few, tier
+from numba_flash.cuda.simt import prepare_decode, tier
 from numba_flash.cuda.simt.lanes_tiles import lanes_tile
 from numba_flash.plan import choose
 
@@ -140,7 +140,7 @@ def test_equal_bits(backend):
 def test_which_problems_are_served(sizes, served):
     q, k, v, _ = inputs(**{"nk": 512} | {name: x for name, x in sizes.items() if name != "dropout"})
     options = {"dropout": 0.1, "rng": (0, 0)} if "dropout" in sizes else {}
-    assert prepare_few.serves(problem.bind(q, k, v, **options)) == served
+    assert prepare_decode.serves(problem.bind(q, k, v, **options)) == served
 
 
 H200 = Gpu(0, (9, 0), 132)
@@ -230,7 +230,7 @@ def test_whose_columns_lanes_share(dtype, sizes, options, gpu, chunked, rows):
     assert (tile and tile.rows) == rows
     results = problem.ForwardResults(Layout.compact(given.q.shape, dtype), None)
     builder = tier.prepare_forward(p, laid_out(given, chunked), results, gpu).launches[0].builder
-    assert builder == ("simt.few_lanes.build" if rows else "simt.few.build")
+    assert builder == ("simt.decode_lanes.build" if rows else "simt.decode.build")
 
 
 @pytest.mark.skipif(SIMULATED, reason="as of a GPU")
@@ -242,7 +242,7 @@ def test_one_kernel_serves_any_length():
         p, given = on_paper(nk=nk)
         launches.append(tier.prepare_forward(p, laid_out(given), results, H200).launches)
     assert len({tuple(launch.config for launch in each) for each in launches}) == 1
-    assert {each[0].builder for each in launches} == {"simt.few_lanes.build"}
+    assert {each[0].builder for each in launches} == {"simt.decode_lanes.build"}
     forward, combine = launches[1]
     parts = combine.numbers[0]
     assert forward.grid == 4 * 8 * parts

@@ -461,7 +461,7 @@ def test_relative_position(shape):
 
 def test_every_option_can_be_refused_by_name():
     """A tier refuses the options that it does not serve by what they are called: one that were not would be ignored."""
-    how = {"packed", "follows", "generator", "blocks", "listed", "relative"}  # parts of others
+    how = {"packed", "follows", "generator", "blocks", "block_sparse", "relative"}  # parts of others
     assert {field.name for field in fields(Options)} - how == set(NAMES)
     assert set(Options(softcap=1.0, mask=True, kv_lengths="int64").used) == {"softcap", "mask", "kv_lengths"}
     assert PLAIN.used == ()

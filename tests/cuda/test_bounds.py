@@ -16,7 +16,7 @@ from numba_flash.arguments.arrays import Layout
 from numba_flash.arguments.problem import BackwardInputs, BackwardResults, Prepared, bind, bind_packed
 from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.runtime.packing import flat
-from numba_flash.cuda.sm90.backward import prepare_backward_listed
+from numba_flash.cuda.sm90.backward import prepare_block_sparse
 from numba_flash.cuda.work import grid
 
 if SIMULATED:
@@ -280,7 +280,7 @@ def test_tiles_in_the_band(nq, nk, band, q_start, block_m, block_n):
 
 
 def listed(heads: int, n: int, **options) -> bool:
-    return prepare_backward_listed.serves(bind(*(paper(1, heads, n, 128),) * 3, mask=blocks(n, n), **options))
+    return prepare_block_sparse.serves(bind(*(paper(1, heads, n, 128),) * 3, mask=blocks(n, n), **options))
 
 
 def test_ds_is_kept_where_sections_are_few():
@@ -304,8 +304,8 @@ def test_slots_fit_into_32_bits(hk, log_group, log_nq, log_nk, band):
     """Of whatever is kept: each section's, and all that there could be."""
     nq, nk = 2**log_nq, 2**log_nk
     problem = bind(paper(1, hk << log_group, nq, 128), *(paper(1, hk, nk, 128),) * 2, mask=blocks(nq, nk), **band)
-    slots = prepare_backward_listed.slots_of(problem)
-    if prepare_backward_listed.serves(problem):
+    slots = prepare_block_sparse.slots_of(problem)
+    if prepare_block_sparse.serves(problem):
         assert slots.sections * slots.room <= MOST
         assert slots.sections * slots.whole <= MOST
 

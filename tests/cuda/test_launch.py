@@ -418,7 +418,7 @@ def test_few_queries_take_lengths_as_numbers(options, launched):
         launched.clear()
         numba_flash.forward(q, k, k, kv_lengths=np.array(kv_lengths, np.uint8 if max(kv_lengths) < 256 else np.int64), **options)
         (builder, _, extras, words), *others = launched
-        assert builder == "sm80.decode.forward_few.build"
+        assert builder == "sm80.decode.forward_decode.build"
         assert all(each[0] == "passes.combine.build_many" for each in others)
         assert extras == []
         assert [*np.frombuffer(words[: 8 * 64], "int64")] == kv_lengths + [0] * 61
@@ -561,10 +561,10 @@ LONG = {"batch": 16, "hq": 64, "hk": 8, "nq": 1, "nk": 4096, "d": 128}
 @pytest.mark.parametrize(
     ("dtype", "sizes", "with_bias", "expected"),
     [
-        ("float16", TRIANGLE, True, ("sm90", "forward_kept", (192, 128))),
-        ("float32", TRIANGLE, True, ("sm80", "forward_head", (16, 32))),
-        ("float16", LONG, False, ("sm80", "forward_few", (16, 128))),
-        ("float32", LONG, False, ("simt", "few_lanes", (8, 64))),
+        ("float16", TRIANGLE, True, ("sm90", "forward_resident", (192, 128))),
+        ("float32", TRIANGLE, True, ("sm80", "forward_short_heads", (16, 32))),
+        ("float16", LONG, False, ("sm80", "forward_decode", (16, 128))),
+        ("float32", LONG, False, ("simt", "decode_lanes", (8, 64))),
         ("float16", LONG | {"nq": 16}, False, ("sm90", "forward", (128, 128))),
         ("float16", LONG | {"nq": 256, "d": 64}, True, ("sm90", "forward", (128, 128))),
     ],

@@ -52,7 +52,7 @@ def scored(backend, kind, **call) -> list:
     chosen, inputs = given(backend, kind, **call)
     dbias = kind == "backward" and "bias" in call
     launches = on_paper(backend, kind, chosen.problem, inputs, Settings(gpu=H200, dbias=dbias)).launches
-    return [(each.config[0].options.listed, each.scores) for each in launches if each.scores]
+    return [(each.config[0].options.block_sparse, each.scores) for each in launches if each.scores]
 
 
 SHARED = {"bias": np.zeros((1, 32, 256, 256), BFLOAT16), "d": 32, "batch": (64,), "n": 256}
@@ -164,7 +164,7 @@ def test_no_other_file_names_a_loop(path):
     assert named & LOOPS == set()
 
 
-LISTED = {
+BLOCK_SPARSE = {
     "alone": {},
     "dropout": {"dropout": 0.5, "rng": (1, 2)},
     "a bias": {"bias": np.zeros((32, 1920, 1920), BFLOAT16)},
@@ -172,7 +172,7 @@ LISTED = {
 }
 
 
-@pytest.mark.parametrize("options", LISTED.values(), ids=LISTED)
+@pytest.mark.parametrize("options", BLOCK_SPARSE.values(), ids=BLOCK_SPARSE)
 @pytest.mark.parametrize("d", [32, 64, 128])
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("backend", TABLES)

@@ -35,13 +35,13 @@ def test_items_cover_the_problem_once(batch, heads, nq, nk, low, width, banded, 
     blocks = -(-nq // block_m)
     items = batch[0] * batch[1] * heads * blocks * parts
     shape = (batch[0] * parts, batch[1], heads, nq)  # that of results in parts, one after the other
-    sizes = Sizes(items, low, high, columns=nk, parts=parts, group=1, section=section, b0=batch[0])
+    sizes = Sizes(items, low, high, columns=nk, kv_splits=parts, group=1, section=section, b0=batch[0])
     seen, tiles = set(), {}
     for index in range(items):
         it = schedule.Item(*map(int, item(index, shape, (), sizes)))
         assert (it.rows_begin, it.columns_begin, it.rows, it.invalid) == (0, 0, nq, 0)
         assert (it.low, it.high, it.count >= 1) == (low, high, True)
-        seen.add((it.b0, it.b1, it.head, it.row0, it.part))
+        seen.add((it.b0, it.b1, it.head, it.row0, it.kv_split))
         if it.columns:
             assert it.columns == nk
             tiles.setdefault((it.b0, it.b1, it.head, it.row0), []).extend(range(it.first, it.first + it.count))
@@ -62,7 +62,7 @@ def test_each_number_is_another_block_of_rows(batch, heads, blocks, section):
     numbered = {
         "one after the other": lambda n: row_blocks.row_block.py_func(n, blocks, heads, batch[1]),
         "in sections": lambda n: row_blocks.row_block_in_sections.py_func(n, blocks, section, pairs, heads, batch[1]),
-        "of few queries": lambda n: row_blocks.row_block_of_few.py_func(n, blocks, heads, batch[1]),
+        "of few queries": lambda n: row_blocks.row_block_of_decode.py_func(n, blocks, heads, batch[1]),
     }
     expected = [(b0, b1, h, n) for b0, b1 in np.ndindex(batch) for h in range(heads) for n in range(blocks)]
     for name, of_number in numbered.items():
@@ -93,7 +93,7 @@ def test_the_grid_of_packed_sequences_has_a_block_for_each_of_theirs(lengths, he
 
 def test_sections_take_the_last_row_blocks_first():
     item = schedule.build_item(PLAIN, True, False, 64, 64).py_func
-    sizes = Sizes(items=15, low=-192, high=0, columns=192, parts=1, group=1, section=2, b0=1)
+    sizes = Sizes(items=15, low=-192, high=0, columns=192, kv_splits=1, group=1, section=2, b0=1)
     order = [item(i, (1, 1, 5, 192), (), sizes) for i in range(15)]
     assert [(int(it.head), int(it.row0)) for it in order] == [
         *((0, 128), (1, 128), (0, 64), (1, 64), (0, 0), (1, 0)),
@@ -122,7 +122,7 @@ def test_the_work_of_the_busiest_block_is_foreseen(monkeypatch, nq, pairs, secti
     item = schedule.build_item(PLAIN, True, False, block_m, block_n).py_func
     blocks = -(-nq // block_m)
     items, busiest, work = blocks * pairs, 0, [0] * blocks
-    sizes = Sizes(items, low=-nq, high=0, columns=nq, parts=1, group=1, section=section, b0=1)
+    sizes = Sizes(items, low=-nq, high=0, columns=nq, kv_splits=1, group=1, section=section, b0=1)
     for block in range(turns):
         monkeypatch.setattr(schedule, "cuda", SimpleNamespace(blockIdx=SimpleNamespace(x=block)))
         load = 0

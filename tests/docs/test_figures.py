@@ -49,7 +49,7 @@ def share(direction: str, contender: str, ms: float, visible: float = 0.1) -> di
 
 
 def constant(names: list[str], problem: str, values: dict, **others) -> dict:
-    record = {"module": "numba_flash.cuda.sm90.dq.prepare_turns", "constants": names, "device": "H", "date": "2026-01-02"}
+    record = {"module": "numba_flash.cuda.sm90.dq.prepare_dq_order", "constants": names, "device": "H", "date": "2026-01-02"}
     return record | {"command": "by hand", "problem": problem, "quantity": "ms", "variable": "N", "values": values} | others
 
 
@@ -257,7 +257,7 @@ EXPECTED = {
         "| slow | float16, B = 2, H = 4, N = 64, D = 32, causal | forward |",
     ],
     "lab-hopper_dq": [
-        "## `numba_flash/cuda/sm90/dq/prepare_turns.py`\n\n### `SIZE`, `LIMIT`\n\nTime in ms (2026-01-02 to 2026-01-03, by hand):\n\n",
+        "## `numba_flash/cuda/sm90/dq/prepare_dq_order.py`\n\n### `SIZE`, `LIMIT`\n\nTime in ms (2026-01-02 to 2026-01-03, by hand):\n\n",
         "| on | problem | N = 1024 | N = 512 | as chosen |\n",
         "| H | full | 1.5 | 1 to 2.25 |  |\n| H | causal |  | 3 | 4.5 |\n",
         "Speed over that of others (2026-01-02, `python study.py`):\n",

@@ -59,7 +59,7 @@ def test_backward_on_hopper_comes_after_a_forward_that_keeps_lse():
 
 def test_few_queries_take_the_kernels_for_keys_in_parts():
     (_, (config,)), (combine, _) = warmup.kernels_of(cell(batch=1, heads=1, heads_kv=1, length=4096), None, H200)
-    assert config.store == "parts"
+    assert config.store == "kv_splits"
     assert combine == "passes.combine.build"
 
 
@@ -73,7 +73,12 @@ def test_where_tensor_cores_cannot_serve_or_are_not_wanted(dtype, backend, gpu):
 
 def test_float32_on_tensor_cores_comes_with_what_it_leaves_to_others():
     builders = [builder for builder, _ in warmup.kernels_of(cell(dtype="float32"), None, H200)]
-    assert builders == ["passes.split.build_statistics", "passes.split.build", "sm90.fp16x2.forward_split.build", "simt.forward.build"]
+    assert builders == [
+        "passes.write_planes.build_statistics",
+        "passes.write_planes.build",
+        "sm90.fp16x2.forward_planes.build",
+        "simt.forward.build",
+    ]
     left = [builder for builder, _ in warmup.kernels_of(cell("backward", dtype="float32"), None, A100) if builder.startswith("simt")]
     assert left == ["simt.forward.build", "simt.backward.build_dkdv", "simt.backward.build_dq"]
 

@@ -10,18 +10,18 @@ from numba_flash.cuda.runtime.lang import cuda, i32, types
 LANES = 32
 
 
-def build(dtype, head_dim_v, write_lse, parts, rows):
-    """Kernel ``combine(o_parts, lse_parts, o, lse, extras)``: one warp per row of o (b0, b1, heads,
-    n, head_dim_v).
+def build(dtype, head_dim_v, write_lse, kv_splits, rows):
+    """Kernel ``combine(o_splits, lse_splits, o, lse, extras)``: one warp per row of o (b0, b1,
+    heads, n, head_dim_v).
 
     The parts are float32; part p of batch element b0 lies at ``p * o.shape[0] + b0`` of their first
     axis.
     """
-    HEAD_DIM_V, WRITE_LSE, PARTS, ROWS = head_dim_v, write_lse, parts, rows
+    HEAD_DIM_V, WRITE_LSE, KV_SPLITS, ROWS = head_dim_v, write_lse, kv_splits, rows
     ACC, NEG_INF = types.float32, -math.inf
     _, store = build_convert(dtype)
 
-    def combine(o_parts, lse_parts, o, lse, extras):
+    def combine(o_splits, lse_splits, o, lse, extras):
         lane = cuda.threadIdx.x % LANES
         row = cuda.blockIdx.x * ROWS + cuda.threadIdx.x // LANES
         i, row = row % o.shape[3], row // o.shape[3]
@@ -30,23 +30,23 @@ def build(dtype, head_dim_v, write_lse, parts, rows):
         if b0 < o.shape[0]:
             # lse = log sum_p exp(lse_p); a row that saw nothing in any part is shifted by 0
             largest = ACC(NEG_INF)
-            for p in range(PARTS):
+            for p in range(KV_SPLITS):
                 b = p * o.shape[0] + b0
-                largest = max(largest, lse_parts[index(b), index(b1), index(h), index(i)])
+                largest = max(largest, lse_splits[index(b), index(b1), index(h), index(i)])
             shift = largest if largest != ACC(NEG_INF) else ACC(0)
             total = ACC(0)
-            for p in range(PARTS):
+            for p in range(KV_SPLITS):
                 b = p * o.shape[0] + b0
-                total += math.exp(lse_parts[index(b), index(b1), index(h), index(i)] - shift)
+                total += math.exp(lse_splits[index(b), index(b1), index(h), index(i)] - shift)
             # o = sum_p exp(lse_p - lse) o_p
             inverse = ACC(0) if total == ACC(0) else ACC(1) / total
             for d in range(lane, HEAD_DIM_V, LANES):
                 value = ACC(0)
-                for p in range(PARTS):
+                for p in range(KV_SPLITS):
                     b = p * o.shape[0] + b0
-                    lse_part = lse_parts[index(b), index(b1), index(h), index(i)]
+                    lse_part = lse_splits[index(b), index(b1), index(h), index(i)]
                     weight = math.exp(lse_part - shift) * inverse
-                    value += weight * o_parts[index(b), index(b1), index(h), index(i), index(d)]
+                    value += weight * o_splits[index(b), index(b1), index(h), index(i), index(d)]
                 o[index(b0), index(b1), index(h), index(i), index(d)] = store(value)
             if WRITE_LSE and lane == 0:
                 lse[index(b0), index(b1), index(h), index(i)] = shift + math.log(total)
@@ -56,15 +56,15 @@ def build(dtype, head_dim_v, write_lse, parts, rows):
 
 
 def build_many(accumulator, dtype, head_dim_v, write_lse, warps):
-    """Kernel ``combine_many(o_parts, lse_parts, o, lse, extras, parts)``: the same of many parts,
-    as many as the host says, in `accumulator`; a block per row, whose warps share them.
+    """Kernel ``combine_many(o_splits, lse_splits, o, lse, extras, kv_splits)``: the same of many
+    parts, as many as the host says, in `accumulator`; a block per row, whose warps share them.
     """
     HEAD_DIM_V, WRITE_LSE, WARPS, THREADS = head_dim_v, write_lse, warps, warps * LANES
     COLUMNS = -(-head_dim_v // LANES)  # of a lane
     ACC, NEG_INF = STORAGE[accumulator], -math.inf
     _, store = build_convert(dtype)
 
-    def combine_many(o_parts, lse_parts, o, lse, extras, parts):
+    def combine_many(o_splits, lse_splits, o, lse, extras, kv_splits):
         sums = cuda.shared.array((WARPS, HEAD_DIM_V), ACC)  # of each warp, of o
         weights = cuda.shared.array(WARPS, ACC)  # of each warp
         largest = cuda.shared.array((WARPS, LANES), ACC)  # lse that a thread has seen
@@ -74,11 +74,11 @@ def build_many(accumulator, dtype, head_dim_v, write_lse, warps):
         i, row = index(row % o.shape[3]), row // o.shape[3]
         h, row = index(row % o.shape[2]), row // o.shape[2]
         b1, b0 = index(row % o.shape[1]), row // o.shape[1]
-        parts, b0s = i32(parts), o.shape[0]
+        kv_splits, b0s = i32(kv_splits), o.shape[0]
         # a row that saw nothing in any part is shifted by 0
         m = ACC(NEG_INF)
-        for p in range(thread, parts, THREADS):
-            m = max(m, lse_parts[index(p * b0s + b0), b1, h, i])
+        for p in range(thread, kv_splits, THREADS):
+            m = max(m, lse_splits[index(p * b0s + b0), b1, h, i])
         largest[warp, lane] = m
         cuda.syncthreads()  # every thread's is there
         if warp == 0:
@@ -92,14 +92,14 @@ def build_many(accumulator, dtype, head_dim_v, write_lse, warps):
         # (1) l = sum_p exp(lse_p), (2) O = sum_p exp(lse_p) O_p
         for c in range(COLUMNS):
             acc[c] = ACC(0)
-        for p in range(warp, parts, WARPS):
+        for p in range(warp, kv_splits, WARPS):
             part = index(p * b0s + b0)
-            weight = math.exp(lse_parts[part, b1, h, i] - shift)
+            weight = math.exp(lse_splits[part, b1, h, i] - shift)
             total += weight
             for c in range(COLUMNS):
                 d = lane + c * LANES
                 if d < HEAD_DIM_V:
-                    acc[c] += weight * o_parts[part, b1, h, i, index(d)]
+                    acc[c] += weight * o_splits[part, b1, h, i, index(d)]
         for c in range(COLUMNS):
             d = lane + c * LANES
             if d < HEAD_DIM_V:

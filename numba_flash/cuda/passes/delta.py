@@ -47,7 +47,7 @@ def build(dtype, head_dim_v, has_dlse, lanes, rows, flagged=False):
     def delta_kernel(do, o, dlse, delta, extras):
         work(cuda.blockIdx.x, do, o, dlse, delta)
 
-    def delta_kernel_left(do, o, dlse, delta, extras):
+    def delta_kernel_fallback(do, o, dlse, delta, extras):
         at = row_blocks.row_block(cuda.blockIdx.x, 1, o.shape[2], o.shape[1])
         if extras.flags[index(at.b0), index(at.b1), index(at.head)] != 0:
             blocks = (o.shape[3] + ROWS - 1) // ROWS
@@ -55,7 +55,7 @@ def build(dtype, head_dim_v, has_dlse, lanes, rows, flagged=False):
                 work(number, do, o, dlse, delta)
                 cuda.syncthreads()  # sums have been read
 
-    kernel = delta_kernel_left if flagged else delta_kernel
+    kernel = delta_kernel_fallback if flagged else delta_kernel
     extras = extras_type(PLAIN, more=FLAGS if flagged else ())
     signature = types.void(*[array(dtype, 5)] * 2, *[array(ACC, 4)] * 2, extras)
     return kernel, signature, {"launch_bounds": (lanes * rows, 1)}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
 from numba_flash.cuda.arguments import BASE_E, RAISED_BASE_2, extras_type
-from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
+from numba_flash.cuda.arguments import FP16X2 as FP16X2_EXTRAS
 from numba_flash.cuda.config import PreprocessConfig
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.runtime import early
@@ -26,7 +26,7 @@ CHUNK_BYTES = 16  # that a thread loads at a time
 MOST_AT_ONCE = 4
 
 
-class Held(NamedTuple):
+class RowWords(NamedTuple):
     """What a thread has of some rows, which are as far apart as the strides say.
 
     Attributes
@@ -66,7 +66,7 @@ def build(config: PreprocessConfig):
     If it is RAISED_BASE_2, lse2 is lower by `numba_flash.cuda.score.softmax.raised_backward`, and
     delta is divided by that power of two: what is made of them is a larger P, and dS as it is.
 
-    Float32 is split (`numba_flash.cuda.passes.split`): the lse is that of keys without their
+    Float32 is split (`numba_flash.cuda.passes.write_planes`): the lse is that of keys without their
     centre, o is without that of the values, and delta is in units of the products of planes.
 
     do, o : (b0, b1, heads, nq, head_dim_v); of rows of whole chunks
@@ -79,26 +79,26 @@ def build(config: PreprocessConfig):
     dtype, head_dim_v, options, lse_in = config.dtype, config.dv, config.options, config.lse_in
     block_m, threads, sum_bytes = config.block_m, config.threads, config.sum_bytes
     BLOCK_M, HAS_DLSE, THREADS = block_m, config.dlse, threads
-    SPLIT, DOUBLE = dtype == "float32", dtype == "float64"
+    FP16X2, DOUBLE = dtype == "float32", dtype == "float64"
     ACC = f64 if DOUBLE else f32
-    ELEMENT = ACC if SPLIT or DOUBLE else types.uint16
+    ELEMENT = ACC if FP16X2 or DOUBLE else types.uint16
     CHUNKED = chunked = config.chunked and not DOUBLE
     FLAGS, ZEROS = sum_bytes > 0, sum_bytes > 0 and not config.ordered
     COPIES, EARLY = config.copies, config.early
-    CHUNK = CHUNK_BYTES // (4 if SPLIT else 2)  # elements
+    CHUNK = CHUNK_BYTES // (4 if FP16X2 else 2)  # elements
     CHUNKS = -(-head_dim_v // CHUNK)
-    FOLDS = (CHUNKS - 1).bit_length() if chunked or SPLIT else 5
+    FOLDS = (CHUNKS - 1).bit_length() if chunked or FP16X2 else 5
     LANES, HEAD_DIM_V, INF = 1 << FOLDS, head_dim_v, math.inf  # LANES: threads per row
     SUM_BYTES, BYTES, UNIT = sum_bytes, ACC.bitwidth // 8, 1.0 if lse_in == BASE_E else LOG2E
     RAISED = raised_backward(dtype == "bfloat16") if lse_in == RAISED_BASE_2 else 0.0
     IN_BASE_2, LOWERED = lse_in != BASE_E and not DOUBLE, 2.0**-RAISED
     ROWS_BYTES, LEAST = BYTES * block_m, -sys.float_info.max if DOUBLE else LEAST_FLOAT32
     STEP = threads // LANES  # rows that a block has a thread for each chunk of
-    BATCHED = chunked and not SPLIT
+    BATCHED = chunked and not FP16X2
     AT_ONCE = max(1, min(MOST_AT_ONCE, LANES, block_m // STEP)) if BATCHED else 1
     rows_of = schedule.build_rows(options, block_m)
     WORDS, fetch = 8 * AT_ONCE, ptx.fetch(4, config.early)
-    load = ptx.load_global_four if SPLIT else ptx.load_global_words
+    load = ptx.load_global_four if FP16X2 else ptx.load_global_words
     unpack = ptx.unpack_bfloat16 if dtype == "bfloat16" else ptx.unpack_float16
 
     @device
@@ -131,7 +131,7 @@ def build(config: PreprocessConfig):
         at = rows_of(number, extras, lse.shape, nk)
         b0, b1, h, first_row = at.b0, at.b1, at.head, at.memory_row
         lane, first = cuda.threadIdx.x % LANES, cuda.threadIdx.x // LANES
-        if SPLIT:
+        if FP16X2:
             kv_head = h // (lse.shape[2] // extras.factors.shape[2])
             factors, centre = extras.factors[b0, b1, kv_head], extras.centres[1, b0, b1, kv_head]
             own_centre = cuda.local.array(CHUNK, f32)  # of the columns of this thread's chunk
@@ -151,14 +151,14 @@ def build(config: PreprocessConfig):
                 do_at = u64(ptx.global_address(do[b0, b1, h, own]) + mine)
                 o_at = u64(ptx.global_address(o[b0, b1, h, own]) + mine)
                 apart = i64(do.strides[3] * STEP), i64(o.strides[3] * STEP)
-                held = Held(words, own_total, i32(lane), do_at, o_at, *apart, i32(STEP), left)
+                held = RowWords(words, own_total, i32(lane), do_at, o_at, *apart, i32(STEP), left)
                 fetch_rows(held)
                 own_total[0] = ACC(0)
                 add_rows(held)
                 total = own_total[0]
             if there and not CHUNKED:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
-                if SPLIT:  # in the same order
+                if FP16X2:  # in the same order
                     for e in range(CHUNK):
                         d = lane * CHUNK + e
                         if d < HEAD_DIM_V:
@@ -169,7 +169,7 @@ def build(config: PreprocessConfig):
                 else:
                     for d in range(lane, HEAD_DIM_V, LANES):
                         total += unpack(u32(do_row[index(d)])) * unpack(u32(o_row[index(d)]))
-            if there and CHUNKED and SPLIT and lane < CHUNKS:
+            if there and CHUNKED and FP16X2 and lane < CHUNKS:
                 do_row, o_row = do[b0, b1, h, first_row + r], o[b0, b1, h, first_row + r]
                 mine = u64(CHUNK_BYTES * lane)
                 x = load(u64(ptx.global_address(do_row) + mine))
@@ -185,7 +185,7 @@ def build(config: PreprocessConfig):
                     shift, delta = lse[b0, b1, h, first_row + r], total
                     if HAS_DLSE:
                         delta -= dlse[b0, b1, h, first_row + r]
-                    if SPLIT:
+                    if FP16X2:
                         shift -= extras.shifts[b0, b1, h, first_row + r]
                         delta /= factors[2] * factors[3]
                     delta *= ACC(LOWERED)
@@ -223,7 +223,7 @@ def build(config: PreprocessConfig):
         *[array(ACC, 4)] * 2,
         *[array(ACC, 5)] * 2,
         array(i32, 1),
-        extras_type(options, more=SPLIT_EXTRAS if SPLIT else ()),
+        extras_type(options, more=FP16X2_EXTRAS if FP16X2 else ()),
         i64,
     )
     return preprocess, signature, {"launch_bounds": (threads, 4 if BATCHED else 2)}

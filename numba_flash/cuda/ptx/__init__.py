@@ -89,10 +89,10 @@ from numba_flash.cuda.ptx.mma import (
     joined_product as joined_product,
     load_matrices as load_matrices,
     product as product,
-    split_product as split_product,
+    planes_product as planes_product,
 )
 from numba_flash.cuda.ptx.mma_float64 import (
-    Rows as Rows,
+    SwizzledRows as SwizzledRows,
     product_float64 as product_float64,
     product_swizzled as product_swizzled,
 )
@@ -136,7 +136,7 @@ from numba_flash.cuda.ptx.wgmma import (
     wgmma_registers_narrow as wgmma_registers_narrow,
     wgmma_shared as wgmma_shared,
     wgmma_shared_narrow as wgmma_shared_narrow,
-    wgmma_split_registers as wgmma_split_registers,
-    wgmma_split_shared as wgmma_split_shared,
+    wgmma_planes_registers as wgmma_planes_registers,
+    wgmma_planes_shared as wgmma_planes_shared,
     wgmma_wait as wgmma_wait,
 )

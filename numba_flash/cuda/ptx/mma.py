@@ -67,7 +67,7 @@ def _mma(builder, kind, steps, c, a, b):
     return c
 
 
-class Begun(NamedTuple):
+class ProductsFrom(NamedTuple):
     """Functions of kernels: ``multiply(acc, left, right)``, and ``multiply_from(acc, left, right,
     start)``, whose sums begin with `start`; see `product`.
     """
@@ -87,9 +87,9 @@ def product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False):
 
 
 def begun_product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False, by_row=False):
-    """`Begun`: that, and ``acc = start + A B``, of one number for each row, two of a lane for each
-    tile of them, or one for each column, two of a lane for 8 of them. They take no instruction:
-    tensor cores add to other registers than those they write to.
+    """`ProductsFrom`: that, and ``acc = start + A B``, of one number for each row, two of a lane
+    for each tile of them, or one for each column, two of a lane for 8 of them. They take no
+    instruction: tensor cores add to other registers than those they write to.
     """
     kind = "bf16" if bfloat16 else "f16"
     mma_steps = 2 if turing else 1
@@ -154,7 +154,7 @@ def begun_product(m_tiles, n_tiles, steps, a, b, bfloat16, turing, fresh=False, 
 
         return types.void(acc, left, right, start), codegen
 
-    return Begun(multiply, multiply_from)
+    return ProductsFrom(multiply, multiply_from)
 
 
 def load_matrices(m_tiles, steps, a):
@@ -192,7 +192,7 @@ class Planes(NamedTuple):
     b: int
 
 
-def split_product(
+def planes_product(
     m_tiles, n_tiles, steps, a, b, planes, at_once, fresh=False, groups=1, scaled=False
 ):
     """Function ``multiply(acc, left, right, factors)`` of kernels: ``acc += A B`` of float32 A and
@@ -277,7 +277,7 @@ def split_product(
 def joined_product(
     m_tiles, n_tiles, steps, b, planes, at_once, fresh=False, scaled=False, last=False
 ):
-    """Function ``multiply(acc, left, right, factor)`` of kernels: as `split_product` of A in
+    """Function ``multiply(acc, left, right, factor)`` of kernels: as `planes_product` of A in
     registers, but of planes of A and B that are ``high + low``. So products with low ones need no
     sum of their own: what they make is where the sum of the high ones begins, small beside it, so
     that little is cut off before the high ones come.

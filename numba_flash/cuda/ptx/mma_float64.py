@@ -17,7 +17,7 @@ from numba_flash.cuda.runtime.lang import intrinsic, types
 LINE = 128  # bytes of shared memory that an access can take from all banks
 
 
-class Rows(NamedTuple):
+class SwizzledRows(NamedTuple):
     """How an operand lies in shared memory: the chunk c of 16 bytes of row r in the place ``c ^
     swizzle(r)`` of its row (`numba_flash.cuda.sm80.operands.products_float64`).
 
@@ -83,9 +83,9 @@ def product_swizzled(m_tiles, n_tiles, steps, a, b, terms, fresh=False):
     `fresh`.
 
     A has 16 `m_tiles` rows, B 8 `n_tiles` columns, the sum runs over 8 `steps`; `b`, and `a` unless
-    it is None, are `Rows`, and kernels give a lane's address; then `a` is an array of registers,
-    ordered like acc, and a lane's terms are neighbours, else 4 apart. Registers of acc: of 8
-    columns after the other, for one tile of rows after the other. A tensor core takes so many
+    it is None, are `SwizzledRows`, and kernels give a lane's address; then `a` is an array of
+    registers, ordered like acc, and a lane's terms are neighbours, else 4 apart. Registers of acc:
+    of 8 columns after the other, for one tile of rows after the other. A tensor core takes so many
     `terms` at once.
     """
     width = max(1, terms // 8)  # steps of one product

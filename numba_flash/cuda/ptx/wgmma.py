@@ -179,7 +179,7 @@ def wgmma_registers_narrow(context, acc, a, b, N, STEPS, BFLOAT16):
 
 
 @intrinsic
-def wgmma_split_shared(
+def wgmma_planes_shared(
     context, high, low, a, b, N, STEPS, PLANES, A_PANEL, B_PANEL, A_PLANE, B_PLANE
 ):
     """``high = A B^T`` of the high planes of two matrices of float16, and of two PLANES ``low = A
@@ -199,7 +199,7 @@ def wgmma_split_shared(
         count, sums = n // 2, n // 2 * -(-steps // OF_PANEL)
         at = sums + (planes - 1) * count
         lines = ["{ .reg .b32 low; .reg .b64 a, b; wgmma.fence.sync.aligned;"]
-        for first, a_first, b_first, add in _split_terms(planes, sums, a_plane, b_plane):
+        for first, a_first, b_first, add in _planes_terms(planes, sums, a_plane, b_plane):
             for step in range(steps):
                 a_at = a_first + _step_offset(a_panel, step)
                 b_at = b_first + _step_offset(b_panel, step)
@@ -219,7 +219,7 @@ def wgmma_split_shared(
 
 
 @intrinsic
-def wgmma_split_registers(context, high, low, a, b, N, STEPS, PLANES, B_PLANE):
+def wgmma_planes_registers(context, high, low, a, b, N, STEPS, PLANES, B_PLANE):
     """``high = A B`` and ``low = A Bl + Al B`` likewise: A is 64 x 16 STEPS in registers, the high
     plane's first, B is 16 STEPS x N in shared memory.
     """
@@ -232,7 +232,7 @@ def wgmma_split_registers(context, high, low, a, b, N, STEPS, PLANES, B_PLANE):
         count, words = n // 2, 4 * steps
         at = planes * count
         lines = ["{ .reg .b64 b; .reg .b32 low; wgmma.fence.sync.aligned;"]
-        for first, a_first, b_first, add in _split_terms(planes, count, words, b_plane):
+        for first, a_first, b_first, add in _planes_terms(planes, count, words, b_plane):
             for step in range(steps):
                 a_at = f"{{{registers(at + a_first + 4 * step, 4)}}}"
                 lines.append(_descriptor("b", at + planes * words, b_first + ROWS_16 * step))
@@ -249,7 +249,7 @@ def wgmma_split_registers(context, high, low, a, b, N, STEPS, PLANES, B_PLANE):
     return types.void(high, low, a, types.uint32, N, STEPS, PLANES, B_PLANE), codegen
 
 
-def _split_terms(planes, count, a_plane, b_plane):
+def _planes_terms(planes, count, a_plane, b_plane):
     """Of a product of planes: the first register of its sum, which planes are multiplied, and
     whether the sum has begun. Low ones have a sum of their own.
     """

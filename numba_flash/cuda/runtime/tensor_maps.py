@@ -98,10 +98,10 @@ def through_compact(prepare, results, unfit=unfit):
             results,
             lambda name, x: arrays.compact(f"{name} before it goes to out", x, x.shape, x.dtype),
         )
-        left = prepared.run(inputs, there, *state)
+        fallback = prepared.run(inputs, there, *state)
         for x, y, mine in zip(results, there, replaced, strict=True):
             if mine:
                 x[...] = y
-        return left
+        return fallback
 
     return prepared._replace(run=run)

@@ -16,7 +16,7 @@ EVERYTHING = ("bias", "mask")
 TRUE = 0x01010101
 
 
-class Held(NamedTuple):
+class BiasWords(NamedTuple):
     """How a run's bias and mask are kept in words of 32 bits, from `fetch` to `modify`.
 
     Attributes
@@ -32,12 +32,12 @@ class Held(NamedTuple):
     words: int
 
 
-def held(options, runs) -> Held:
+def held(options, runs) -> BiasWords:
     """What one lane keeps."""
     size = BYTES.get(options.bias, 2) if options.bias else 0
     bias = -(-runs.width * size // WORD)
     seen = -(-runs.width // WORD) if options.mask else 0
-    return Held(bias, seen, runs.count * (bias + seen))
+    return BiasWords(bias, seen, runs.count * (bias + seen))
 
 
 class Source(NamedTuple):

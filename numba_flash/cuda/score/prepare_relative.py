@@ -27,7 +27,7 @@ FEWEST = 2**26
 class Made(NamedTuple):
     """float32 (heads, distances)."""
 
-    added: Any
+    relative: Any
 
 
 def alone(problem):
@@ -48,7 +48,7 @@ def alone(problem):
     return replace(p, options=replace(without, relative=options.score_mod))
 
 
-class Added:
+class Relative:
     """The optional arrays of kernels that get such numbers, in the place of
     `numba_flash.cuda.work.prepare_tile_lists.Extras`.
 
@@ -78,14 +78,14 @@ class Added:
             extras_class(p.options),
         )
         self._extras_of = build_extras(replace(p.options, relative=False))
-        self.layouts = (*grid.extras_layouts(p, inputs), (made.added, 2))
+        self.layouts = (*grid.extras_layouts(p, inputs), (made.relative, 2))
         compute = Launch(
             "score.relative.build",
             (p.options.relative, THREADS),
             gpu,
             grid=p.hq * -(-2 * most // THREADS),
             threads=THREADS,
-            operands=((made.added, 2),),
+            operands=((made.relative, 2),),
             numbers=(np.float32(1 / p.scale),),
         )
         self.launches = (compute,)
@@ -93,5 +93,5 @@ class Added:
     def of(self, inputs):
         """The arrays of a call; the numbers are computed."""
         made = self._scratch.beside(inputs.q)
-        self.launches[0](made.added)
-        return self._class(*self._extras_of(inputs), made.added)
+        self.launches[0](made.relative)
+        return self._class(*self._extras_of(inputs), made.relative)

@@ -36,7 +36,7 @@ ROUGHEST = 4.0
 NEAR_1, NEAR_1_OF_FEW = 2.0**12, 2.0**15
 
 
-class Scores(NamedTuple):
+class CappedScores(NamedTuple):
     """A lane's registers, and numbers of a softcap; the last two are ``scale / softcap`` and ``1 /
     softcap``.
     """
@@ -202,7 +202,7 @@ def build_cap(count, slopes, exact, turing=False, bfloat16=False, powers=False):
     def cap_all(s, slope, parameters):
         scale, softcap = f32(parameters.scale), f32(parameters.softcap)
         inverse = f32(1) / softcap
-        t = Scores(s, scale, softcap, scale * inverse, inverse)
+        t = CappedScores(s, scale, softcap, scale * inverse, inverse)
         if is_rough(softcap):
             roughly(t, slope)
         else:

@@ -21,7 +21,7 @@ from numba_flash.cuda.runtime.lang import cuda, device, i32, i64, inline, types
 from numba_flash.cuda.score import score
 from numba_flash.cuda.score.score import Head, Region
 from numba_flash.cuda.simt import tiles
-from numba_flash.cuda.simt.left import build_any_left
+from numba_flash.cuda.simt.fallback import build_any_fallback
 from numba_flash.cuda.simt.modify import build_clear, build_seen
 from numba_flash.cuda.simt.recompute import build_recompute
 from numba_flash.cuda.work.row_blocks import build_row_block
@@ -152,31 +152,31 @@ def build_dkdv(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         write_dv(dv_head, row0, dv_acc, NAN if invalid else keep_scale)
 
     @device
-    def is_left(number, q, k, extras):
+    def is_fallback(number, q, k, extras):
         at = row_block_of(number, extras, k.shape[3], k.shape[2], k.shape[1])
         first = at.head * (q.shape[2] // k.shape[2])  # of q; all of them have the same flag
         return extras.flags[index(at.b0), index(0 if PACKED else at.b1), index(first)] != 0
 
-    any_left = build_any_left(is_left, tile.threads)
+    any_fallback = build_any_fallback(is_fallback, tile.threads)
 
     def dkdv_simt(do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters):
         numbers = Numbers(scale, low, high, parameters)
         work(cuda.blockIdx.x, do, q, k, v, dk, dv, lse, delta, extras, numbers)
 
-    def dkdv_simt_left(
+    def dkdv_simt_fallback(
         do, q, k, v, dk, dv, lse, delta, extras, scale, low, high, parameters, items
     ):
         numbers = Numbers(scale, low, high, parameters)
-        if any_left(i32(items), q, k, extras):
+        if any_fallback(i32(items), q, k, extras):
             for number in range(i32(cuda.blockIdx.x), i32(items), i32(cuda.gridDim.x)):
-                if is_left(number, q, k, extras):
+                if is_fallback(number, q, k, extras):
                     work(number, do, q, k, v, dk, dv, lse, delta, extras, numbers)
                     cuda.syncthreads()  # what is shared has been read
 
     signature = _signature(dtype, 6, options, flagged)
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
     if flagged:
-        return dkdv_simt_left, signature, options_of_compiler
+        return dkdv_simt_fallback, signature, options_of_compiler
     return dkdv_simt, signature, options_of_compiler
 
 
@@ -265,26 +265,26 @@ def build_dq(dtype, head_dim, head_dim_v, options, tile, flagged=False):
         write_dq(dq_head, row0, dq_acc, NAN if invalid else scale)
 
     @device
-    def is_left(number, q, k, extras):
+    def is_fallback(number, q, k, extras):
         at = row_block_of(number, extras, q.shape[3], q.shape[2], q.shape[1])
         return extras.flags[index(at.b0), index(0 if PACKED else at.b1), index(at.head)] != 0
 
-    any_left = build_any_left(is_left, tile.threads)
+    any_fallback = build_any_fallback(is_fallback, tile.threads)
 
     def dq_simt(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters):
         numbers = Numbers(scale, low, high, parameters)
         work(cuda.blockIdx.x, do, q, k, v, dq, lse, delta, extras, numbers)
 
-    def dq_simt_left(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters, items):
+    def dq_simt_fallback(do, q, k, v, dq, lse, delta, extras, scale, low, high, parameters, items):
         numbers = Numbers(scale, low, high, parameters)
-        if any_left(i32(items), q, k, extras):
+        if any_fallback(i32(items), q, k, extras):
             for number in range(i32(cuda.blockIdx.x), i32(items), i32(cuda.gridDim.x)):
-                if is_left(number, q, k, extras):
+                if is_fallback(number, q, k, extras):
                     work(number, do, q, k, v, dq, lse, delta, extras, numbers)
                     cuda.syncthreads()  # what is shared has been read
 
     signature = _signature(dtype, 5, options, flagged)
     options_of_compiler = {"launch_bounds": (tile.threads, tile.min_blocks)}
     if flagged:
-        return dq_simt_left, signature, options_of_compiler
+        return dq_simt_fallback, signature, options_of_compiler
     return dq_simt, signature, options_of_compiler

@@ -19,8 +19,8 @@ class Items(NamedTuple):
     number: tuple
 
     @classmethod
-    def of(cls, items: int, gpu, left):
-        """All of them, or those of heads that are `left`."""
-        if left is None:
+    def of(cls, items: int, gpu, fallback):
+        """All of them, or those of heads that are `fallback`."""
+        if fallback is None:
             return cls(items, ())
         return cls(min(items, LOOKERS * gpu.multiprocessors), (items,))

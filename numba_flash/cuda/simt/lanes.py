@@ -1,5 +1,5 @@
 """Lanes of a warp that share the columns of keys: how they copy keys, multiply them, and add their
-partial sums. `numba_flash.cuda.simt.few_lanes` is the loop.
+partial sums. `numba_flash.cuda.simt.decode_lanes` is the loop.
 """
 
 import math

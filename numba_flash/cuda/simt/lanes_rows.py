@@ -1,5 +1,5 @@
-"""What a block of `numba_flash.cuda.simt.few_lanes` works on, and how results of its warps become
-one.
+"""What a block of `numba_flash.cuda.simt.decode_lanes` works on, and how results of its warps
+become one.
 """
 
 import math
@@ -14,7 +14,7 @@ from numba_flash.cuda.score.fragment import ALL_LANES
 from numba_flash.cuda.score.score import build_exponential
 from numba_flash.cuda.simt.lanes import build_over_keys
 from numba_flash.cuda.simt.lanes_tiles import CHUNK, WARP
-from numba_flash.cuda.work.row_blocks import row_block_of_few
+from numba_flash.cuda.work.row_blocks import row_block_of_decode
 from numba_flash.cuda.work.sequence import build_sequence
 
 
@@ -35,7 +35,7 @@ class Block(NamedTuple):
         The band, for key - query.
     invalid : bool
         The lengths are impossible.
-    part : int
+    kv_split : int
         Of the keys.
     """
 
@@ -51,7 +51,7 @@ class Block(NamedTuple):
     low: int
     high: int
     invalid: bool
-    part: int
+    kv_split: int
 
 
 class Steps(NamedTuple):
@@ -63,21 +63,21 @@ class Steps(NamedTuple):
 
 @once
 def build_block(tile, options):
-    """``block_of(q, k, v, o, lse, extras, low, high, parts)``: the `Block`; ``steps_of(x, parts)``:
-    its part of the `Steps` through the keys that its rows see.
+    """``block_of(q, k, v, o, lse, extras, low, high, kv_splits)``: the `Block`; ``steps_of(x,
+    kv_splits)``: its part of the `Steps` through the keys that its rows see.
     """
     ROWS, GROUP, STEP_N, SEQUENCES = tile.rows, tile.group, tile.step_n, options.sequences
     sequence_of = build_sequence(options)
     query_of, _, stop_of = fragment.build_row(tile.group)
 
     @inline
-    def block_of(q, k, v, o, lse, extras, low, high, parts):
+    def block_of(q, k, v, o, lse, extras, low, high, kv_splits):
         nq, nk, low, high, invalid = i32(q.shape[3]), i32(k.shape[3]), i32(low), i32(high), False
         number, rows = u32(cuda.blockIdx.x), i32(nq * GROUP)
-        part = i32(number % u32(parts))
+        part = i32(number % u32(kv_splits))
         blocks = u32(u32(rows + (ROWS - 1)) // u32(ROWS))
         sizes = blocks, u32(k.shape[2]), u32(q.shape[1])
-        b0, b1, head, block = row_block_of_few(u32(number // u32(parts)), *sizes)
+        b0, b1, head, block = row_block_of_decode(u32(number // u32(kv_splits)), *sizes)
         group, into = slice(head * GROUP, (head + 1) * GROUP), part * q.shape[0] + b0
         if SEQUENCES:
             sequence = sequence_of(extras, b0, b1, nq, nk)
@@ -90,15 +90,15 @@ def build_block(tile, options):
         )  # fmt: skip
 
     @inline
-    def steps_of(x, parts):
+    def steps_of(x, kv_splits):
         query0, query1 = query_of(x.row0), stop_of(min(i32(x.row0 + ROWS), x.queries))
         start, stop = mask.kv_range(query0, query1, x.keys, x.low, x.high)
         start, stop = i32(start), i32(stop)
         first, count = i32(u32(start) // u32(STEP_N)), i32(0)
         if start < stop and x.row0 < x.queries:
             count = i32(i32(u32(i32(stop + (STEP_N - 1))) // u32(STEP_N)) - first)
-        share = i32(u32(count + parts - 1) // u32(parts))
-        before = min(i32(x.part * share), count)
+        share = i32(u32(count + kv_splits - 1) // u32(kv_splits))
+        before = min(i32(x.kv_split * share), count)
         return Steps(i32(first + before), i32(min(share, count - before)))
 
     return block_of, steps_of

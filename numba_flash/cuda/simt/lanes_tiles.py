@@ -7,7 +7,7 @@ memory needs 213 cycles of a multiprocessor; its 480 instructions take 120. On t
 of 12 warps, 144 KB; 29 would be enough.
 
 A pass takes as long as a copy of as many bytes, at D = 64 up to a tenth longer, and two thirds of
-the time of `simt.few`, where each thread has a key. Numbers of steps and blocks hardly matter.
+the time of `simt.decode`, where each thread has a key. Numbers of steps and blocks hardly matter.
 Measured: docs/lab/any_gpu.md, `tile_of`.
 """
 

@@ -13,7 +13,7 @@ from numba_flash.cuda.arguments import FLAGS, build_extras, extras_class, parame
 from numba_flash.cuda.passes import prepare_dbias
 from numba_flash.cuda.runtime import launch
 from numba_flash.cuda.runtime.launch import Launch
-from numba_flash.cuda.simt import prepare_few
+from numba_flash.cuda.simt import prepare_decode
 from numba_flash.cuda.simt.items import Items
 from numba_flash.cuda.simt.tile import Tile
 from numba_flash.cuda.work import grid
@@ -111,14 +111,14 @@ def takes_numpy() -> bool:
     return launch.simulated()
 
 
-def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
-    """``run(inputs, results, rng, left)`` on arrays like these layouts; `rng` is left out if there
-    is no dropout, and `left` if all heads are to be computed
+def prepare_forward(problem, inputs, results, gpu=None, fallback=None) -> Prepared:
+    """``run(inputs, results, rng, fallback)`` on arrays like these layouts; `rng` is left out if
+    there is no dropout, and `fallback` if all heads are to be computed
     (`numba_flash.arguments.problem.Prepared`).
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    if left is None and prepare_few.serves(p):
-        return prepare_few.prepare(p, inputs, results, gpu)
+    if fallback is None and prepare_decode.serves(p):
+        return prepare_decode.prepare(p, inputs, results, gpu)
     tile = tile_for("forward", p.dtype, max(p.d, p.dv), gpu.capability)
     scale_log2 = 1.0 if p.options.modifies else p.scale * LOG2E
     numbers = lambda rng=None: (scale_log2, p.low, p.high, parameters_of(p, rng))
@@ -127,23 +127,23 @@ def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
         "simt.forward.build",
         (
             *(p.dtype, o.dtype.name, p.d, p.dv, results.lse is not None),
-            *(p.options.structure, tile, *(() if left is None else (True,))),
+            *(p.options.structure, tile, *(() if fallback is None else (True,))),
         ),
         gpu,
         grid=grid.items(p, p.nq, p.hq, tile.block_m),
         threads=tile.threads,
         operands=((q, 5), (k, 5), (v, 5), (o, 5), (results.lse, 4)),
-        extras=grid.extras_layouts(p, inputs) + (() if left is None else ((left, 3),)),
+        extras=grid.extras_layouts(p, inputs) + (() if fallback is None else ((fallback, 3),)),
         numbers=numbers(),
     )
 
     extras_of, with_flags = build_extras(p.options), extras_class(p.options, more=FLAGS)
 
-    def run(inputs, results, rng=None, left=None):
+    def run(inputs, results, rng=None, fallback=None):
         q, k, v, o = grid.heads_first(p, inputs.q, inputs.k, inputs.v, results.o)
         extras = extras_of(inputs)
-        if left is not None:
-            extras = with_flags(*extras, left)
+        if fallback is not None:
+            extras = with_flags(*extras, fallback)
         forward(
             q, k, v, o, results.lse, extras=extras, numbers=None if rng is None else numbers(rng)
         )
@@ -151,20 +151,20 @@ def prepare_forward(problem, inputs, results, gpu=None, left=None) -> Prepared:
     return Prepared(run, (forward,))
 
 
-def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, left=None) -> Prepared:
-    """``run(inputs, results, rng, left)`` likewise, always `deterministic`; what heads that are
-    `left` make of the gradient of a bias is added to that of the others, which is there.
+def prepare_backward(
+    problem, inputs, results, deterministic=True, gpu=None, fallback=None
+) -> Prepared:
+    """``run(inputs, results, rng, fallback)`` likewise, always `deterministic`; what heads that are
+    `fallback` make of the gradient of a bias is added to that of the others, which is there.
     """
     p, gpu = problem, gpu or launch.gpu(inputs.q.device)
-    x, delta = (
-        grid.inputs_heads_first(p, inputs),
-        Layout.compact(inputs.lse.shape, inputs.lse.dtype),
-    )
+    x = grid.inputs_heads_first(p, inputs)
+    delta = Layout.compact(inputs.lse.shape, inputs.lse.dtype)
     dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
     config, extras = (p.dtype, p.d, p.dv, p.options.structure), grid.extras_layouts(p, inputs)
-    flagged, of_delta, blocks = (), (), -(-inputs.lse.shape[-1] // DELTA_ROWS)
-    if left is not None:
-        flagged, of_delta, blocks = (True,), ((left, 3),), 1
+    flagged, of_delta, blocks = (True,), ((fallback, 3),), 1
+    if fallback is None:
+        flagged, of_delta, blocks = (), (), -(-inputs.lse.shape[-1] // DELTA_ROWS)
     with_flags = extras + of_delta
     preprocess = Launch(
         "passes.delta.build",
@@ -177,7 +177,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     )
     tensors, rows = ((x.do, 5), (x.q, 5), (x.k, 5), (x.v, 5)), ((x.lse, 4), (delta, 4))
     tile = tile_for("dkdv", p.dtype, max(p.d, p.dv), gpu.capability)
-    items = Items.of(grid.items(p, p.nk, p.hk, tile.block_m), gpu, left)
+    items = Items.of(grid.items(p, p.nk, p.hk, tile.block_m), gpu, fallback)
     numbers_dkdv = lambda rng=None: (p.scale, -p.high, -p.low, parameters_of(p, rng), *items.number)
     dkdv_launch = Launch(
         "simt.backward.build_dkdv",
@@ -190,7 +190,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
         numbers=numbers_dkdv(),
     )
     tile = tile_for("dq", p.dtype, max(p.d, p.dv), gpu.capability)
-    of_dq = Items.of(grid.items(p, p.nq, p.hq, tile.block_m), gpu, left)
+    of_dq = Items.of(grid.items(p, p.nq, p.hq, tile.block_m), gpu, fallback)
     numbers_dbias = lambda rng=None: (p.scale, p.low, p.high, parameters_of(p, rng))
     numbers_dq = lambda rng=None: (*numbers_dbias(rng), *of_dq.number)
     dq_launch = Launch(
@@ -203,19 +203,21 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
         extras=with_flags,
         numbers=numbers_dq(),
     )
-    dbias = None
-    if results.dbias is not None:
-        dbias = _Dbias(p, gpu, tensors, rows, with_flags, numbers_dbias, results.dbias, flagged)
+    of_dbias = (p, gpu, tensors, rows, with_flags, numbers_dbias, results.dbias, flagged)
+    dbias = None if results.dbias is None else _Dbias(*of_dbias)
 
     extras_of, class_with_flags = build_extras(p.options), extras_class(p.options, more=FLAGS)
-    flags_alone, scratch = extras_class(PLAIN, more=FLAGS), Scratch(Rows(delta), Rows._fields)
+    flags_alone = extras_class(PLAIN, more=FLAGS)
+    scratch = Scratch(RowStats(delta), RowStats._fields)
 
-    def run(inputs, results, rng=None, left=None):
+    def run(inputs, results, rng=None, fallback=None):
         x, extras = grid.inputs_heads_first(p, inputs), extras_of(inputs)
-        own = extras if left is None else class_with_flags(*extras, left)
+        own = extras if fallback is None else class_with_flags(*extras, fallback)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         (delta,) = scratch.beside(x.q)
-        preprocess(x.do, x.o, x.dlse, delta, extras=() if left is None else flags_alone(left))
+        preprocess(
+            x.do, x.o, x.dlse, delta, extras=() if fallback is None else flags_alone(fallback)
+        )
         others = {} if rng is None else {"numbers": numbers_dkdv(rng)}
         dkdv_launch(x.do, x.q, x.k, x.v, dk, dv, x.lse, delta, extras=own, **others)
         others = {} if rng is None else {"numbers": numbers_dq(rng)}
@@ -229,7 +231,7 @@ def prepare_backward(problem, inputs, results, deterministic=True, gpu=None, lef
     )
 
 
-class Rows(NamedTuple):
+class RowStats(NamedTuple):
     """What is prepared of each row of a backward pass."""
 
     delta: Layout

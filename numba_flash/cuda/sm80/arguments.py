@@ -19,8 +19,9 @@ class Shape(NamedTuple):
         Rows of what is read lie at multiples of 16 bytes.
     wide : bool
         And those of what is written.
-    split : int
-        Of float32, how many planes of float16 are read (`numba_flash.cuda.passes.split`); else 0.
+    planes : int
+        Of float32, how many planes of float16 are read (`numba_flash.cuda.passes.write_planes`);
+        else 0.
     fours : bool
         Four float32 can be added to memory at a time.
     vectors : Vectors
@@ -34,7 +35,7 @@ class Shape(NamedTuple):
     turing: bool
     asynchronous: bool
     wide: bool
-    split: int = 0
+    planes: int = 0
     fours: bool = False
     vectors: Vectors = Vectors()
     double: bool = False
@@ -42,9 +43,9 @@ class Shape(NamedTuple):
     @property
     def columns(self) -> tuple[int, int]:
         """Of 16 bits, of the rows of k and v as they are read."""
-        if not self.split:
+        if not self.planes:
             return self.head_dim, self.head_dim_v
-        return self.split * padded(self.head_dim), self.split * padded(self.head_dim_v)
+        return self.planes * padded(self.head_dim), self.planes * padded(self.head_dim_v)
 
 
 class Sizes(NamedTuple):
@@ -82,4 +83,4 @@ def finds_again(options, shape, tile) -> bool:
     it comes back behind the copies of the next tile (ncu, H200, a bias, D = 64: a sixth of all
     samples waited for that).
     """
-    return not shape.split and bool(options.bias or (options.mask and tile.stages > 1))
+    return not shape.planes and bool(options.bias or (options.mask and tile.stages > 1))

@@ -24,7 +24,7 @@ class ForwardConfig:
     band : str
         "none" if every query sees every key, "above" if only keys above a diagonal are hidden,
         "both" if some below one are, too.
-    parts : bool
+    kv_splits : bool
         o is float32, over parts of the keys if there are several.
     options : Options
         Which there are, `Options.structure`.
@@ -40,7 +40,7 @@ class ForwardConfig:
     shape: Shape
     write_lse: bool
     band: str
-    parts: bool
+    kv_splits: bool
     options: Options
     tile: Any
     out: str = ""
@@ -59,7 +59,7 @@ class BackwardConfig:
         Blocks of keys add to dQ in turns.
     dlse : bool
         Of few queries, whether there is a gradient of lse.
-    parts : bool
+    kv_splits : bool
         Of few queries, whether dq is float32 over parts of the keys.
     """
 
@@ -69,7 +69,7 @@ class BackwardConfig:
     tile: Any
     ordered: bool = False
     dlse: bool = False
-    parts: bool = False
+    kv_splits: bool = False
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def build_load_keys(
     return load
 
 
-class FewLoads(NamedTuple):
+class DecodeLoads(NamedTuple):
     """Functions of kernels that load a warp's keys and values of a tile.
 
     Attributes
@@ -182,9 +182,9 @@ class FewLoads(NamedTuple):
     words: int
 
 
-def build_load_few(tile, shape, place, options):
-    """`FewLoads`. Where K and V are alike, and keys in few pages, the table is read once for both
-    of a tile, before the products of another.
+def build_load_decode(tile, shape, place, options):
+    """`DecodeLoads`. Where K and V are alike, and keys in few pages, the table is read once for
+    both of a tile, before the products of another.
     """
     d, dv, rows = shape.head_dim, shape.head_dim_v, tile.warp_n
     common = WARP, place, shape.asynchronous
@@ -195,11 +195,11 @@ def build_load_few(tile, shape, place, options):
         words = pages[0].lookups.words
         if pages[0].regular and words == pages[0].lookups.at_once:
             load_k, load_v = (_load_found(x.copy) for x in pages)
-            return FewLoads(_find_once(pages[0].find), load_k, load_v, words)
+            return DecodeLoads(_find_once(pages[0].find), load_k, load_v, words)
     load_k, load_v = (
         _load_unfound(build_load_keys(rows, x, *common, options, **more_of(x))) for x in (d, dv)
     )
-    return FewLoads(_find_nothing, load_k, load_v, 1)
+    return DecodeLoads(_find_nothing, load_k, load_v, 1)
 
 
 @inline

@@ -7,11 +7,11 @@ from dataclasses import replace
 from numba_flash.cuda.config import PLAIN, RELATIVE, RESIDENT
 from numba_flash.cuda.recipe import (
     KEY_BLOCKS,
-    KEYS_OR_LISTED,
+    KEYS_OR_SPARSE,
     OF_GRADIENT,
     PLAIN_OR_OPTIONS,
     ROW_BLOCKS,
-    ROWS_OR_LISTED,
+    ROWS_OR_SPARSE,
     SUMS,
     Call,
     Recipe,
@@ -24,19 +24,19 @@ from numba_flash.cuda.sm80.bias_gradient import (
     dbias_tiles,
     prepare_dbias,
     prepare_dq_dbias,
-    prepare_dq_dbias_split,
+    prepare_dq_dbias_planes,
 )
-from numba_flash.cuda.sm80.decode import prepare_backward_few, prepare_few
-from numba_flash.cuda.sm80.decode.few_tiles import backward_few_tile, few_tile
+from numba_flash.cuda.sm80.decode import prepare_backward_decode, prepare_decode
+from numba_flash.cuda.sm80.decode.decode_tiles import backward_decode_tile, decode_tile
 from numba_flash.cuda.sm80.forward import prepare_forward
 from numba_flash.cuda.sm80.operands import float64_tiles
-from numba_flash.cuda.sm80.short_heads import prepare_head
+from numba_flash.cuda.sm80.short_heads import prepare_short_heads
 from numba_flash.cuda.sm80.tiles import Hardware, hardware
 from numba_flash.cuda.work import grid
 from numba_flash.cuda.work.prepare_tile_lists import choose
 
 # Work lists, and where dQ goes, in words.
-FEW_ROWS = "queries of all heads that share keys, times parts of the keys"
+DECODE_ROWS = "queries of all heads that share keys, times parts of the keys"
 BESIDE_DBIAS = "beside the bias gradient"
 
 
@@ -52,11 +52,11 @@ def _if_any(tile_of):
 # ---- forward: the problem as its kernels see it, if a row serves it
 
 
-def _few_tile(call: Call):
+def _decode_tile(call: Call):
     p = call.problem
     # planes of float32 are written and read anew
-    few = grid.few_queries(p) and p.dtype in ("float16", "bfloat16")
-    return few_tile(p, _there(call)) if few else None
+    few = grid.is_decode(p) and p.dtype in ("float16", "bfloat16")
+    return decode_tile(p, _there(call)) if few else None
 
 
 def forward_tile(p, gpu):
@@ -74,7 +74,7 @@ def _within_blocks(p, gpu):
     d, limit = max(p.d, p.dv), hardware(gpu.capability).shared_limit
     rows = (*tiles.MODIFIED_TILES, *tiles.SMALL_TILES)
     if p.dtype == "float32":
-        rows = tiles.SPLIT_TILES
+        rows = tiles.PLANES_TILES
     if p.dtype == "float64":
         rows = (*float64_tiles.FORWARD_TILES, *float64_tiles.SMALL_TILES)
     fit = (row.tile for row in rows if d <= row.d and row.shared <= limit)
@@ -103,21 +103,21 @@ def _float64(call: Call):
 FORWARD = (
     Recipe(
         problems="float32, short and narrow heads, many of them, no option but a bias",
-        serves=_if_any(prepare_head.tile_of),
-        loops=("sm80.short_heads.forward_head",),
-        tile=lambda p, call: prepare_head.tile_of(call),
+        serves=_if_any(prepare_short_heads.tile_of),
+        loops=("sm80.short_heads.forward_short_heads",),
+        tile=lambda p, call: prepare_short_heads.tile_of(call),
         work="heads",
         stage="plain, or a bias",
-        prepare=prepare_head.prepare,
+        prepare=prepare_short_heads.prepare,
     ),
     Recipe(
         problems="up to 16 queries, 16 bits, neither packed nor a `BlockMask`",
-        serves=_if_any(_few_tile),
-        loops=("sm80.decode.forward_few",),
-        tile=lambda p, call: _few_tile(call),
-        work=FEW_ROWS,
+        serves=_if_any(_decode_tile),
+        loops=("sm80.decode.forward_decode",),
+        tile=lambda p, call: _decode_tile(call),
+        work=DECODE_ROWS,
         stage=PLAIN_OR_OPTIONS,
-        prepare=prepare_few.prepare,
+        prepare=prepare_decode.prepare,
     ),
     Recipe(
         problems="16 bits, a `score_mod` that adds a number for each distance, no other option",
@@ -133,7 +133,7 @@ FORWARD = (
         serves=_float64,
         loops=("sm80.forward.forward_float64",),
         tile=lambda p, call: _forward(call).tile,
-        work=ROWS_OR_LISTED,
+        work=ROWS_OR_SPARSE,
         stage=PLAIN_OR_OPTIONS,
         prepare=prepare_forward.prepare,
     ),
@@ -142,7 +142,7 @@ FORWARD = (
         serves=lambda call: _forward(call).problem,
         loops=("sm80.forward.forward",),
         tile=lambda p, call: _forward(call).tile,
-        work=ROWS_OR_LISTED,
+        work=ROWS_OR_SPARSE,
         stage=PLAIN_OR_OPTIONS,
         prepare=prepare_forward.prepare,
     ),
@@ -184,8 +184,8 @@ BIAS_GRADIENT = (
 # ---- backward
 
 
-def _few_gradients(call: Call):
-    return call.problem if grid.few_gradients(call.problem) else None
+def _decode_gradients(call: Call):
+    return call.problem if grid.is_decode_gradient(call.problem) else None
 
 
 def _backward(call: Call):
@@ -211,12 +211,12 @@ def _shared(call: Call):
 BACKWARD = (
     Recipe(
         problems="few queries, from 512 keys on, 16 bits, scores as they are, D up to 128",
-        serves=_few_gradients,
-        loops=("sm80.decode.backward_few",),
-        tile=lambda p, call: backward_few_tile(p, _there(call)),
-        work=FEW_ROWS,
+        serves=_decode_gradients,
+        loops=("sm80.decode.backward_decode",),
+        tile=lambda p, call: backward_decode_tile(p, _there(call)),
+        work=DECODE_ROWS,
         stage=PLAIN,
-        prepare=prepare_backward_few.prepare,
+        prepare=prepare_backward_decode.prepare,
         dq="in registers, of parts of the keys that are added up",
     ),
     Recipe(
@@ -231,12 +231,12 @@ BACKWARD = (
     ),
     Recipe(
         problems="float32, gradients with that of a bias that many such heads share, no other",
-        serves=_if_any(prepare_dq_dbias_split.tiles_of),
-        loops=("sm80.bias_gradient.dq_dbias_split", "sm80.bias_gradient.dk_dv_split"),
-        tile=lambda p, call: prepare_dq_dbias_split.tiles_of(call),
+        serves=_if_any(prepare_dq_dbias_planes.tiles_of),
+        loops=("sm80.bias_gradient.dq_dbias_planes", "sm80.bias_gradient.dk_dv_planes"),
+        tile=lambda p, call: prepare_dq_dbias_planes.tiles_of(call),
         work=OF_GRADIENT,
         stage=RESIDENT,
-        prepare=prepare_dq_dbias_split.prepare,
+        prepare=prepare_dq_dbias_planes.prepare,
         dq=BESIDE_DBIAS,
     ),
     Recipe(
@@ -254,7 +254,7 @@ BACKWARD = (
         serves=_backward_of("float64"),
         loops=("sm80.backward.backward_float64",),
         tile=lambda p, call: _backward(call).tile,
-        work=KEYS_OR_LISTED,
+        work=KEYS_OR_SPARSE,
         stage=PLAIN_OR_OPTIONS,
         prepare=prepare_backward.prepare,
         dq=SUMS,
@@ -263,9 +263,9 @@ BACKWARD = (
     Recipe(
         problems="float32",
         serves=_backward_of("float32"),
-        loops=("sm80.backward.backward_split",),
+        loops=("sm80.backward.backward_planes",),
         tile=lambda p, call: _backward(call).tile,
-        work=KEYS_OR_LISTED,
+        work=KEYS_OR_SPARSE,
         stage=PLAIN_OR_OPTIONS,
         prepare=prepare_backward.prepare,
         dq=SUMS,
@@ -276,7 +276,7 @@ BACKWARD = (
         serves=_shared,
         loops=("sm80.backward.backward_shared",),
         tile=lambda p, call: _backward(call).tile,
-        work=KEYS_OR_LISTED,
+        work=KEYS_OR_SPARSE,
         stage=PLAIN_OR_OPTIONS,
         prepare=prepare_backward.prepare,
         dq=SUMS,
@@ -287,7 +287,7 @@ BACKWARD = (
         serves=lambda call: _backward(call).problem,
         loops=("sm80.backward.backward",),
         tile=lambda p, call: _backward(call).tile,
-        work=KEYS_OR_LISTED,
+        work=KEYS_OR_SPARSE,
         stage=PLAIN_OR_OPTIONS,
         prepare=prepare_backward.prepare,
         dq=SUMS,

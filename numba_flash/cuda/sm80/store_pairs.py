@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from numba_flash.cuda import ptx
 from numba_flash.cuda.runtime.lang import f32, i32, inline, once, u32, u64
 from numba_flash.cuda.score import fragment
-from numba_flash.cuda.sm80.short_heads.load_head import FLOAT
+from numba_flash.cuda.sm80.short_heads.load_short_head import FLOAT
 from numba_flash.cuda.sm80.tiles import padded
 
 

@@ -7,8 +7,8 @@ from numba_flash import sections
 from numba_flash.arguments.options import NAMES
 from numba_flash.arguments.problem import Prepared
 from numba_flash.cuda.arguments import planes_of
-from numba_flash.cuda.passes import prepare_split
-from numba_flash.cuda.passes.prepare_split import ALGORITHMS
+from numba_flash.cuda.passes import prepare_planes
+from numba_flash.cuda.passes.prepare_planes import ALGORITHMS
 from numba_flash.cuda.recipe import Call, prepare
 from numba_flash.cuda.runtime import launch
 from numba_flash.cuda.sm80 import recipes
@@ -66,7 +66,7 @@ def why_not(kind: str, problem, inputs, demanded: bool, gpu=None, dbias=False) -
     if problem.options.paged and problem.dtype not in ("float16", "bfloat16"):
         return f"serves {NAMES['paged']} in float16 and bfloat16; q.dtype is {problem.dtype}"
     wide = problem.dtype in ("float32", "float64")
-    if kind == "forward" and wide and not demanded and grid.few_rows(problem):
+    if kind == "forward" and wide and not demanded and grid.is_decode_without_tensor_cores(problem):
         return (
             f"serves so few queries of {problem.dtype} on demand only (backend='sm80'): others"
             " read a key but once"
@@ -104,7 +104,7 @@ def _why_not_float32(kind: str, problem, demanded: bool, capability: tuple[int, 
             "serves float32 where a block may have 163 KB of shared memory;"
             f" a GPU of compute capability {major}.{minor} has less"
         )
-    return prepare_split.why_not(problem, demanded, "sm80")
+    return prepare_planes.why_not(problem, demanded, "sm80")
 
 
 def _why_not_float64(kind: str, problem, capability: tuple[int, int]) -> str | None:

@@ -76,7 +76,7 @@ class Tile:
     q_registers: bool
     min_blocks: int
     ways: int = 1
-    group: ClassVar[int] = 0  # see `numba_flash.cuda.sm80.decode.few_tiles`
+    group: ClassVar[int] = 0  # see `numba_flash.cuda.sm80.decode.decode_tiles`
 
     @property
     def block_m(self) -> int:
@@ -96,7 +96,7 @@ class Tile:
         return WARP * self.warps
 
     @property
-    def added_bytes(self) -> int:
+    def relative_bytes(self) -> int:
         """Of a number for each diagonal of a tile (`numba_flash.cuda.score.relative`)."""
         return 4 * (self.block_m + self.block_n)
 
@@ -218,8 +218,8 @@ MODIFIED_TILES = (
 
 # Tiles of float32 have twice the columns, high and low. So they have half the keys, half the rows,
 # or both, for room; other tiles are up to 4 % slower. Rows for less memory were not timed.
-# Measured: docs/lab/tensor_cores.md, `SPLIT_TILES`.
-SPLIT_TILES = (
+# Measured: docs/lab/tensor_cores.md, `PLANES_TILES`.
+PLANES_TILES = (
     Row(32, 163 * KB, Tile(4, 1, 64, 2, False, 4)),
     Row(64, 163 * KB, Tile(4, 2, 32, 2, False, 2)),
     Row(128, 227 * KB, Tile(4, 1, 32, 1, False, 3)),
@@ -227,11 +227,11 @@ SPLIT_TILES = (
     Row(256, 163 * KB, Tile(4, 1, 32, 1, False, 1)),
 )
 # The same with options. Up to D = 32 a tile that spills was a little faster with a bias, and was
-# not taken. Measured: docs/lab/tensor_cores.md, `MODIFIED_SPLIT_TILES`.
-MODIFIED_SPLIT_TILES = (
+# not taken. Measured: docs/lab/tensor_cores.md, `MODIFIED_PLANES_TILES`.
+MODIFIED_PLANES_TILES = (
     Row(32, 163 * KB, Tile(4, 2, 32, 2, False, 2)),
     Row(64, 163 * KB, Tile(4, 1, 64, 1, False, 2)),
-    *(row for row in SPLIT_TILES if row.d > 64),
+    *(row for row in PLANES_TILES if row.d > 64),
 )
 
 
@@ -244,7 +244,7 @@ def forward_tile(problem, hardware: Hardware) -> Tile:
     """The first that serves these head dimensions and fits."""
     tiles = MODIFIED_TILES if problem.options.takes_registers else FORWARD_TILES
     if problem.dtype == "float32":
-        tiles = MODIFIED_SPLIT_TILES if problem.options.modifies else SPLIT_TILES
+        tiles = MODIFIED_PLANES_TILES if problem.options.modifies else PLANES_TILES
     return first(tiles, max(problem.d, problem.dv), hardware).tile
 
 

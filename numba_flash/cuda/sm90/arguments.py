@@ -19,7 +19,7 @@ class Sizes(NamedTuple):
         Work items.
     low, high : int
         The band, of column - row; rows are queries, in the main backward kernels keys.
-    columns, parts : int
+    columns, kv_splits : int
         How many columns there are, and how many parts they are split into.
     group : int
         Query heads of a key head.
@@ -38,33 +38,33 @@ class Sizes(NamedTuple):
     first_block, blocks : int
         Where dS is made for some blocks of keys at a time: the first, and for how many there is
         room. Where it is made for listed tiles: the section, and how many slots one has, see
-        `numba_flash.cuda.sm90.dq.ds_slots`; `parts` is how many sections there may be.
+        `numba_flash.cuda.sm90.dq.ds_slots`; `kv_splits` is how many sections there may be.
     """
 
     items: int
     low: int
     high: int
     columns: int
-    parts: int
+    kv_splits: int
     group: int
     section: int
     b0: int
     upward: int = 0
-    swing: int = 0
+    serpentine: int = 0
     first_block: int = 0
     blocks: int = 0
 
     @classmethod
-    def of_queries(cls, p, items: int, section=1, parts=1, blocks=0) -> "Sizes":
+    def of_queries(cls, p, items: int, section=1, kv_splits=1, blocks=0) -> "Sizes":
         """Of kernels whose rows are queries of a problem."""
         group, b0 = p.hq // p.hk, p.batch[0]
-        return cls(items, p.low, p.high, p.nk, parts, group, section, b0, blocks=blocks)
+        return cls(items, p.low, p.high, p.nk, kv_splits, group, section, b0, blocks=blocks)
 
     @classmethod
-    def of_keys(cls, p, items: int, section: int, parts=1, blocks=0) -> "Sizes":
+    def of_keys(cls, p, items: int, section: int, kv_splits=1, blocks=0) -> "Sizes":
         """Of kernels whose rows are its keys."""
         group, b0 = p.hq // p.hk, p.batch[0]
-        return cls(items, -p.high, -p.low, p.nq, parts, group, section, b0, blocks=blocks)
+        return cls(items, -p.high, -p.low, p.nq, kv_splits, group, section, b0, blocks=blocks)
 
 
 class Scales(NamedTuple):
@@ -130,7 +130,7 @@ class ForwardWork(NamedTuple):
     invalid: int
     first: int
     count: int
-    part: int
+    kv_split: int
 
 
 # With a bias, a mask, dropout or a score_mod words follow those of a work item: b1 of the scores,

@@ -30,7 +30,7 @@ class ForwardConfig:
         "both" if some below one are, too.
     store : str
         How o is stored: "map" through a tensor map, "words" of two elements of 16 bits, "floats"
-        of float32, "parts" the same over parts of the keys.
+        of float32, "kv_splits" the same over parts of the keys.
     options : Options
         Which there are, `Options.structure`.
     tile

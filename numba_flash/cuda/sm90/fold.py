@@ -32,7 +32,12 @@ def folded(problem, inputs, results, block_m: int) -> Folded | None:
     p, options = problem, problem.options
     if not p.hk or p.hq == p.hk or p.nq >= block_m or p.band != "none":
         return None
-    if options.packed or options.q_lengths or options.modifies_beyond_softcap or options.listed:
+    if (
+        options.packed
+        or options.q_lengths
+        or options.modifies_beyond_softcap
+        or options.block_sparse
+    ):
         return None
     group, together = p.hq // p.hk, rows(p)
     if -(-together // block_m) >= group:

@@ -200,10 +200,10 @@ def hopper_kernel(rings, roles, *, begins_early=False, maps, **arguments):
             ptx.setmaxnreg(REGISTERS, ON)
             me = group - 1
             if PING_PONG and me == CONSUMERS - 1:
-                pipeline.pass_turn(0)
+                pipeline.pass_ping_pong(0)
             consume(smem, me, x)
             if PING_PONG and me == 0:
-                pipeline.await_turn(0)  # the turn that nobody takes
+                pipeline.await_ping_pong(0)  # the turn that nobody takes
             if SENDERS and cuda.threadIdx.x % SENDERS == 0:
                 ptx.bulk_wait_read()  # shared memory may go
 

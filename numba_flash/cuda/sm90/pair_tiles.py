@@ -16,7 +16,7 @@ from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.score.swizzle import PANEL, ROW_BYTES, panel_bytes
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import one_type
-from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.pipeline import TilePlace
 from numba_flash.cuda.sm90.tiles import KEYS, WARP_GROUP
 
 ROWS, CHUNK = 64, 16  # of a consumer; bytes that stay neighbours
@@ -45,7 +45,7 @@ def build_begin_load(ring, size):
         ready = pipeline.mbarrier(smem, RING, RING.ready, n)
         ptx.mbarrier_expect(ready, u32(BYTES))
         b0, b1 = own(place.b0, x.strides[0]), own(place.b1, x.strides[1])
-        return ready, Place(place.column, place.row, own(place.head, x.strides[2]), b1, b0)
+        return ready, TilePlace(place.column, place.row, own(place.head, x.strides[2]), b1, b0)
 
     return begin_load
 

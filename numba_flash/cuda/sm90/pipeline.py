@@ -24,16 +24,20 @@ class Barrier(IntEnum):
     """Named barriers, by what is waited for and by whom."""
 
     BLOCK = 0  # all threads of the block: `cuda.syncthreads`
-    TURN = 1  # and the consumer: its turn at starting products, handed over by the one before
+    PING_PONG = 1  # and the consumer: its turn at starting products, handed over by the one before
     WARP_GROUP = 4  # and the consumer: all threads of its warp group
     CONSUMERS = 7  # all threads of all consumers
 
 
 WARP = 32
-TURN, GROUP, CONSUMERS = int(Barrier.TURN), int(Barrier.WARP_GROUP), int(Barrier.CONSUMERS)
+PING_PONG, GROUP, CONSUMERS = (
+    int(Barrier.PING_PONG),
+    int(Barrier.WARP_GROUP),
+    int(Barrier.CONSUMERS),
+)
 
 
-class Place(NamedTuple):
+class TilePlace(NamedTuple):
     """Where in an array a tile begins; all are int32."""
 
     column: int
@@ -150,15 +154,15 @@ def initialise(smem, ring, fills, releases):
 
 
 @inline
-def await_turn(consumer):
+def await_ping_pong(consumer):
     """Until the warp group before this one has handed over the tensor cores."""
-    ptx.barrier_sync(u32(TURN + consumer), u32(2 * WARP_GROUP))
+    ptx.barrier_sync(u32(PING_PONG + consumer), u32(2 * WARP_GROUP))
 
 
 @inline
-def pass_turn(consumer):
+def pass_ping_pong(consumer):
     """Hand the tensor cores to a warp group, without waiting."""
-    ptx.barrier_arrive(u32(TURN + consumer), u32(2 * WARP_GROUP))
+    ptx.barrier_arrive(u32(PING_PONG + consumer), u32(2 * WARP_GROUP))
 
 
 @inline
@@ -272,15 +276,15 @@ def build_clear_tail(columns, rows):
 
 @once
 def build_factor_of(ring, word):
-    """``factor_of(smem, turn, extras, which)``: what undoes the power of two of q, k, v or dO (0 to
-    3), of the head of a work item in its `ring`, in whose slots things are where `word` says.
+    """``factor_of(smem, item_n, extras, which)``: what undoes the power of two of q, k, v or dO (0
+    to 3), of the head of a work item in its `ring`, in whose slots things are where `word` says.
     """
     RING, WORD = ring, word
 
     @inline
-    def factor_of(smem, turn, extras, which):
-        b0, b1 = read(smem, RING, turn, WORD.b0), read(smem, RING, turn, WORD.b1)
-        head = read(smem, RING, turn, WORD.kv_head)
+    def factor_of(smem, item_n, extras, which):
+        b0, b1 = read(smem, RING, item_n, WORD.b0), read(smem, RING, item_n, WORD.b1)
+        head = read(smem, RING, item_n, WORD.kv_head)
         return extras.factors[index(b0), index(b1), index(head), which]
 
     return factor_of

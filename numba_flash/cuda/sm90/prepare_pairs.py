@@ -60,5 +60,5 @@ def copied_pairs(p, inputs) -> Copied | None:
     tile, tiles = copying_tile(p, name), tiles_of(p, getattr(inputs, name))
     if tile is None or tiles is None:
         return None
-    fits = not p.options.listed or p.options.blocks.divided_by(tile.block_m, tile.block_n)
+    fits = not p.options.block_sparse or p.options.blocks.divided_by(tile.block_m, tile.block_n)
     return Copied(name, tiles) if fits else None

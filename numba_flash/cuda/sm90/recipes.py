@@ -7,33 +7,33 @@ from dataclasses import replace
 from numba_flash.cuda.arguments import planes_of
 from numba_flash.cuda.config import OPTIONS, PLAIN, RELATIVE, RESIDENT
 from numba_flash.cuda.recipe import (
+    BLOCK_SPARSE,
     KEY_BLOCKS,
-    KEYS_OR_LISTED,
-    LISTED,
+    KEYS_OR_SPARSE,
     OF_GRADIENT,
     ROW_BLOCKS,
-    ROWS_OR_LISTED,
+    ROWS_OR_SPARSE,
     SUMS,
     Call,
     Recipe,
 )
 from numba_flash.cuda.score.prepare_relative import alone
-from numba_flash.cuda.sm90.backward import prepare_backward, prepare_backward_listed
-from numba_flash.cuda.sm90.backward.backward_tiles import backward_tile, split_backward_tile
+from numba_flash.cuda.sm90.backward import prepare_backward, prepare_block_sparse
+from numba_flash.cuda.sm90.backward.backward_tiles import backward_tile, planes_backward_tile
 from numba_flash.cuda.sm90.backward.options_tiles import MOST, backward_options_tile, storing_tile
 from numba_flash.cuda.sm90.bias_gradient import prepare_dbias
 from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import dbias_tile, queries_tile
 from numba_flash.cuda.sm90.config import NOTED, RESIDENT_QUERIES
-from numba_flash.cuda.sm90.dq import prepare_turns
+from numba_flash.cuda.sm90.dq import prepare_dq_order
 from numba_flash.cuda.sm90.forward import prepare_forward
 from numba_flash.cuda.sm90.forward.forward_tiles import (
     copying_tile,
     forward_tile,
-    kept_tile,
+    kv_split_tile,
     options_tile,
-    part_tile,
+    planes_tile,
     relative_tile,
-    split_tile,
+    resident_tile,
 )
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs, tiles_of_bias
 from numba_flash.cuda.work.prepare_tile_lists import choose
@@ -44,7 +44,7 @@ UNITS = "blocks of queries, batch innermost"  # a list of work, in words
 # ---- forward: the problem as its kernels see it, if a row serves it
 
 
-def _listed(call: Call):
+def _block_sparse(call: Call):
     """A problem whose scores have options beyond a softcap, with lists for a mask of blocks that
     tiles fit.
     """
@@ -53,18 +53,18 @@ def _listed(call: Call):
 
 
 def _lists_alone(call: Call):
-    p = _listed(call)
+    p = _block_sparse(call)
     return p if p is not None and p.options.only_lists else None
 
 
 def _copied(call: Call):
-    p = _listed(call)
+    p = _block_sparse(call)
     found = p is not None and copied_pairs(p, call.inputs) is not None
     return p if found else None
 
 
 def _resident(call: Call):
-    served = prepare_forward.keeps_bias(call.problem, call.inputs, call.results)
+    served = prepare_forward.has_resident_bias(call.problem, call.inputs, call.results)
     return call.problem if served else None
 
 
@@ -76,8 +76,8 @@ FORWARD = (
     Recipe(
         problems="a bias that batch elements share, narrow heads, no other option",
         serves=_resident,
-        loops=("sm90.resident_bias.forward_kept",),
-        tile=lambda p, call: kept_tile(p),
+        loops=("sm90.resident_bias.forward_resident",),
+        tile=lambda p, call: resident_tile(p),
         work=UNITS,
         stage=RESIDENT,
         prepare=prepare_forward.prepare_resident,
@@ -85,8 +85,8 @@ FORWARD = (
     Recipe(
         problems="float32",
         serves=_planes,
-        loops=("sm90.fp16x2.forward_split",),
-        tile=lambda p, call: split_tile(p),
+        loops=("sm90.fp16x2.forward_planes",),
+        tile=lambda p, call: planes_tile(p),
         work=ROW_BLOCKS,
         stage=PLAIN,
         prepare=prepare_forward.prepare_split,
@@ -96,7 +96,7 @@ FORWARD = (
         serves=lambda call: alone(call.problem),
         loops=("sm90.forward.forward",),
         tile=lambda p, call: relative_tile(p),
-        part_tile=lambda p: relative_tile(p, split=True),
+        kv_split_tile=lambda p: relative_tile(p, in_kv_splits=True),
         work=ROW_BLOCKS,
         stage=RELATIVE,
         prepare=prepare_forward.prepare_options,
@@ -106,7 +106,7 @@ FORWARD = (
         serves=_lists_alone,
         loops=("sm90.forward.forward",),
         tile=lambda p, call: choose(call.problem, options_tile).tile,
-        work=LISTED,
+        work=BLOCK_SPARSE,
         stage=PLAIN,
         prepare=prepare_forward.prepare_options,
     ),
@@ -115,16 +115,16 @@ FORWARD = (
         serves=_copied,
         loops=("sm90.forward.forward",),
         tile=lambda p, call: copying_tile(p, "bias" if p.options.bias else "mask"),
-        work=ROWS_OR_LISTED,
+        work=ROWS_OR_SPARSE,
         stage=OPTIONS,
         prepare=prepare_forward.prepare_options,
     ),
     Recipe(
         problems="any other bias, mask, dropout or `score_mod`",
-        serves=_listed,
+        serves=_block_sparse,
         loops=("sm90.forward.forward",),
         tile=lambda p, call: choose(call.problem, options_tile).tile,
-        work=ROWS_OR_LISTED,
+        work=ROWS_OR_SPARSE,
         stage=OPTIONS,
         prepare=prepare_forward.prepare_options,
     ),
@@ -133,7 +133,7 @@ FORWARD = (
         serves=lambda call: call.problem,
         loops=("sm90.forward.forward",),
         tile=lambda p, call: forward_tile(p),
-        part_tile=lambda p: part_tile(p),
+        kv_split_tile=lambda p: kv_split_tile(p),
         work=ROW_BLOCKS,
         stage=PLAIN,
         prepare=prepare_forward.prepare,
@@ -181,7 +181,7 @@ def _relative(call: Call):
 
 def _resident_gradients(call: Call):
     p, wanted = call.problem, call.results.dbias is not None
-    return p if prepare_dbias.keeps_bias(p, call.inputs, wanted) else None
+    return p if prepare_dbias.has_resident_bias(p, call.inputs, wanted) else None
 
 
 def _options(call: Call):
@@ -199,7 +199,7 @@ def _stored(call: Call):
     p = _gradients_of_lists(call)
     if p is None or not call.deterministic or storing_tile(p) is None:
         return None
-    return p if prepare_backward_listed.serves(p) else None
+    return p if prepare_block_sparse.serves(p) else None
 
 
 def _copied_bias(call: Call):
@@ -210,8 +210,8 @@ def _copied_bias(call: Call):
 def _rounding(call: Call):
     p, tile = call.problem, backward_tile(call.problem)
     many = prepare_backward.many_items(p, tile, call.gpu)
-    ordered = prepare_turns.ordered(p, tile, call.deterministic)
-    return p if many and ordered and prepare_turns.rounds(p, tile) else None
+    ordered = prepare_dq_order.ordered(p, tile, call.deterministic)
+    return p if many and ordered and prepare_dq_order.rounds(p, tile) else None
 
 
 BACKWARD = (
@@ -228,18 +228,18 @@ BACKWARD = (
     Recipe(
         problems="gradients with that of a bias that batch elements share, narrow heads, no other",
         serves=_resident_gradients,
-        loops=("sm90.resident_bias.dq_dbias_kept", "sm90.resident_bias.dk_dv_kept"),
+        loops=("sm90.resident_bias.dq_dbias_resident", "sm90.resident_bias.dk_dv_resident"),
         tile=lambda p, call: queries_tile(p),
         work=UNITS,
         stage=RESIDENT,
-        prepare=prepare_dbias.prepare_kept,
+        prepare=prepare_dbias.prepare_resident,
         dq="in registers, beside the bias gradient",
     ),
     Recipe(
         problems="float32, D up to 128",
         serves=_planes,
-        loops=("sm90.fp16x2.backward_split",),
-        tile=lambda p, call: split_backward_tile(p),
+        loops=("sm90.fp16x2.backward_planes",),
+        tile=lambda p, call: planes_backward_tile(p),
         work=KEY_BLOCKS,
         stage=PLAIN,
         prepare=prepare_backward.prepare_split,
@@ -250,9 +250,9 @@ BACKWARD = (
         serves=_stored,
         loops=("sm90.backward.backward", "sm90.dq.dq"),
         tile=lambda p, call: storing_tile(p),
-        work=LISTED,
+        work=BLOCK_SPARSE,
         stage=PLAIN,
-        prepare=prepare_backward_listed.prepare,
+        prepare=prepare_block_sparse.prepare,
         dq="of dS, stored in slots",
     ),
     Recipe(
@@ -260,7 +260,7 @@ BACKWARD = (
         serves=_gradients_of_lists,
         loops=("sm90.backward.backward",),
         tile=lambda p, call: choose(call.problem, backward_options_tile).tile,
-        work=LISTED,
+        work=BLOCK_SPARSE,
         stage=PLAIN,
         prepare=prepare_backward.prepare_options,
         dq=SUMS,
@@ -270,7 +270,7 @@ BACKWARD = (
         serves=_copied_bias,
         loops=("sm90.backward.backward",),
         tile=lambda p, call: replace(backward_options_tile(p), copies_bias=True),
-        work=KEYS_OR_LISTED,
+        work=KEYS_OR_SPARSE,
         stage=OPTIONS,
         prepare=prepare_backward.prepare_options,
         dq=SUMS,
@@ -281,7 +281,7 @@ BACKWARD = (
         serves=_options,
         loops=("sm90.backward.backward",),
         tile=lambda p, call: choose(call.problem, backward_options_tile).tile,
-        work=KEYS_OR_LISTED,
+        work=KEYS_OR_SPARSE,
         stage=OPTIONS,
         prepare=prepare_backward.prepare_options,
         dq=SUMS,

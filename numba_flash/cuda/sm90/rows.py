@@ -15,7 +15,7 @@ from numba_flash.cuda.sm90.forward.load_forward import WORD
 ROWS = 64  # of a consumer
 
 
-class Begun(NamedTuple):
+class BegunItem(NamedTuple):
     """A work item as a consumer's thread begins it.
 
     Attributes
@@ -41,45 +41,45 @@ class Begun(NamedTuple):
 
 @once
 def build_begin(block_n, q, work):
-    """``begin_item(smem, me, turn)``: the work item of a turn as `Begun`, which is there, with its
-    tile of Q; `q` and `work` are rings.
+    """``begin_item(smem, me, item_n)``: the work item of a turn as `BegunItem`, which is there,
+    with its tile of Q; `q` and `work` are rings.
     """
     BLOCK_N, Q, WORK = block_n, one_type(q), one_type(work)
 
     @inline
-    def begin_item(smem, me, turn):
+    def begin_item(smem, me, item_n):
         """Wait for a work item, and for its tile of Q."""
-        pipeline.wait_ready(smem, WORK, turn)
-        count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
-        row0 = pipeline.read(smem, WORK, turn, WORD.row0)
+        pipeline.wait_ready(smem, WORK, item_n)
+        count = pipeline.uniform(pipeline.read(smem, WORK, item_n, WORD.count))
+        row0 = pipeline.read(smem, WORK, item_n, WORD.row0)
         row = i32(row0 + me * ROWS + wgmma.first_row())
-        first = pipeline.read(smem, WORK, turn, WORD.first)
+        first = pipeline.read(smem, WORK, item_n, WORD.first)
         col = i32((first + count - 1) * BLOCK_N)
-        low = pipeline.read(smem, WORK, turn, WORD.low)
-        high = pipeline.read(smem, WORK, turn, WORD.high)
-        rows = pipeline.tile(smem, Q, turn) + u32(me * ROWS * ROW_BYTES)
+        low = pipeline.read(smem, WORK, item_n, WORD.low)
+        high = pipeline.read(smem, WORK, item_n, WORD.high)
+        rows = pipeline.tile(smem, Q, item_n) + u32(me * ROWS * ROW_BYTES)
         q_tile = wgmma.descriptor(rows, u32(0))
         if count != END:
-            pipeline.wait_ready(smem, Q, turn)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        return Begun(count, row, col, keys, low, high, q_tile)
+            pipeline.wait_ready(smem, Q, item_n)
+        keys = pipeline.read(smem, WORK, item_n, WORD.keys)
+        return BegunItem(count, row, col, keys, low, high, q_tile)
 
     return begin_item
 
 
 @once
-def build_begin_sums(tile, k, added):
+def build_begin_sums(tile, k, relative):
     """``begin_sums(s, smem, me, n)``: a thread's scores of the n-th tile, in the ring `k`, become
     what a function of the score adds to them (`numba_flash.cuda.score.relative`), which lies from
-    `added` on. Its second row has, but for two, numbers of the first one, which lies 8 above.
+    `relative` on. Its second row has, but for two, numbers of the first one, which lies 8 above.
     """
-    K, ADDED, BYTES, BLOCK_M = one_type(k), added, tile.added_bytes, tile.block_m
+    K, RELATIVE, BYTES, BLOCK_M = one_type(k), relative, tile.relative_bytes, tile.block_m
     GROUPS = tile.block_n // 8
 
     @inline
     def begin_sums(s, smem, me, n):
         row = i32(me * ROWS + wgmma.first_row())
-        of_tile = u32(smem + u32(ADDED) + n % u32(K.slots) * u32(BYTES))
+        of_tile = u32(smem + u32(RELATIVE) + n % u32(K.slots) * u32(BYTES))
         at = u32(of_tile + u32(4 * i32(BLOCK_M - row + fragment.first_column())))
         for c in range(2):
             s[2 + c] = ptx.load_shared_float(u32(at + u32(4 * c) - u32(32)))

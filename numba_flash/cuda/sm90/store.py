@@ -234,7 +234,8 @@ def build_put_floats(head_dim_v, centred):
 @once
 def build_send(first_panel, count, rows=64):
     """``send(tensor_map, tile, place)``: have the copy engine store 64 rows of `count` panels at a
-    `pipeline.Place`, from the first panel on, of a tile of panels of `rows` rows (by one thread).
+    `pipeline.TilePlace`, from the first panel on, of a tile of panels of `rows` rows (by one
+    thread).
     """
     FIRST, COUNT, PANEL_BYTES = first_panel, count, panel_bytes(rows)
     tensor_store = ptx.tensor_store_of(ptx.ONCE)
@@ -253,7 +254,7 @@ def build_send(first_panel, count, rows=64):
 @once
 def build_stage(head_dim_v, panels_at_a_time, bfloat16, interleaved=False):
     """``stage(tensor_map, tile, acc, inverse, me, place)``: store 64 rows of O at a
-    `pipeline.Place` by way of shared memory, some panels at a time; rows and columns beyond the
+    `pipeline.TilePlace` by way of shared memory, some panels at a time; rows and columns beyond the
     array's ends are not stored. Rows may be `interleaved` (`build_put`).
     """  # fmt: skip
     PANELS, STEP = panels(head_dim_v), panels_at_a_time

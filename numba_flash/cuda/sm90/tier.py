@@ -7,8 +7,8 @@ from numba_flash.arguments.arrays import Layout
 from numba_flash.arguments.options import NAMES
 from numba_flash.arguments.problem import MAX_HEAD_DIM, ForwardResults, Prepared
 from numba_flash.cuda.arguments import planes_of
-from numba_flash.cuda.passes import prepare_split
-from numba_flash.cuda.passes.prepare_split import ALGORITHMS
+from numba_flash.cuda.passes import prepare_planes
+from numba_flash.cuda.passes.prepare_planes import ALGORITHMS
 from numba_flash.cuda.recipe import Call, prepare
 from numba_flash.cuda.runtime import launch, tensor_maps
 from numba_flash.cuda.sm90 import fold, recipes
@@ -16,7 +16,7 @@ from numba_flash.cuda.sm90.backward import prepare_temporaries
 from numba_flash.cuda.sm90.backward.options_tiles import MOST as MOST_WITH_OPTIONS
 from numba_flash.cuda.sm90.bias_gradient import prepare_dbias
 from numba_flash.cuda.sm90.forward.forward_tiles import forward_tile
-from numba_flash.cuda.sm90.forward.prepare_forward import keeps_bias
+from numba_flash.cuda.sm90.forward.prepare_forward import has_resident_bias
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs
 from numba_flash.cuda.sm90.tiles import MOST_FLOAT32
 from numba_flash.cuda.work import grid
@@ -111,7 +111,7 @@ def _too_large(kind: str, problem, inputs) -> str | None:
 def _few(kind: str, p, inputs) -> bool:
     """True if others read a key once, and here each head of queries would."""
     if kind == "backward":
-        return grid.few_gradients(p)
+        return grid.is_decode_gradient(p)
     most = next(rows for d, rows in MOST_OF_OTHERS.items() if max(p.d, p.dv) <= d)
     if not grid.bound_by_memory(p) or fold.rows(p) <= most:
         return grid.bound_by_memory(p)
@@ -123,9 +123,9 @@ def _most_waiting(kind: str, p, inputs, dbias: bool) -> int:
     """The head dimension up to which a warp waits for what it reads of each pair for longer than
     its products take; 0 if it reads nothing of each.
     """
-    if kind == "forward" and keeps_bias(p, inputs):
+    if kind == "forward" and has_resident_bias(p, inputs):
         return 0
-    if kind == "backward" and prepare_dbias.keeps_bias(p, inputs, dbias):
+    if kind == "backward" and prepare_dbias.has_resident_bias(p, inputs, dbias):
         return 0
     mask = None if p.options.blocks else inputs.mask  # of blocks a warp reads little
     given = [x for x in (inputs.bias, mask) if x is not None and len(x.shape) > 1]
@@ -147,7 +147,7 @@ def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
             return "does not know gradients of the lse with float32"
     if max(p.d, p.dv) > MOST_FLOAT32:
         return f"serves float32 up to head dimension {MOST_FLOAT32}"
-    return prepare_split.why_not(p, demanded, "sm90")
+    return prepare_planes.why_not(p, demanded, "sm90")
 
 
 def _why_not_backward(p) -> str | None:

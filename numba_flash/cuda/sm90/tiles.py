@@ -25,7 +25,7 @@ MOST_FLOAT32 = 128  # head dimension
 
 
 def padded(head_dim: int) -> int:
-    """Columns of a plane (`numba_flash.cuda.passes.split`)."""
+    """Columns of a plane (`numba_flash.cuda.passes.write_planes`)."""
     return -(-head_dim // STEP) * STEP
 
 
@@ -45,7 +45,7 @@ class WarpGroups:
         return WARP_GROUP * (self.consumers + 1)
 
     @property
-    def added_bytes(self) -> int:
+    def relative_bytes(self) -> int:
         """Of what a `score_mod` adds for each distance (`numba_flash.cuda.score.relative`): a
         number for each diagonal of a tile.
         """

@@ -144,11 +144,11 @@ def build_wait(block_n, head_dim_v):
     return wait_scores, wait_all
 
 
-# ---- float32 in planes of float16, see `numba_flash.cuda.passes.split`
+# ---- float32 in planes of float16, see `numba_flash.cuda.passes.write_planes`
 
 
 @once
-def build_split_scores(block_n, columns, block_m, planes):
+def build_planes_scores(block_n, columns, block_m, planes):
     """``scores(s, low, q_descriptor, k_descriptor)``: start S = Q K^T for 64 rows of a warp group,
     in a sum for each panel, after each other, and products with low planes in one of their own;
     ``wait(s, low)`` for all, ``add(s, low)`` them.
@@ -162,7 +162,7 @@ def build_split_scores(block_n, columns, block_m, planes):
 
     @inline
     def scores(s, low, q_descriptor, k_descriptor):
-        ptx.wgmma_split_shared(
+        ptx.wgmma_planes_shared(
             s, low, q_descriptor, k_descriptor,
             BLOCK_N, STEPS, PLANES, Q_PANEL, K_PANEL, Q_PLANE, K_PLANE,
         )  # fmt: skip
@@ -183,7 +183,7 @@ def build_split_scores(block_n, columns, block_m, planes):
 
 
 @once
-def build_split_values(block_n, columns, planes):
+def build_planes_values(block_n, columns, planes):
     """``values(acc, high, low, p, v_tile, factor)``: O += factor P V, one panel of V after the
     other; their sums leave the tensor cores before they are added to O. The caller hands over
     `high` and `low`, registers for a panel.
@@ -201,7 +201,7 @@ def build_split_values(block_n, columns, planes):
         @inline
         def one(acc, high, low, p, v_tile, factor):
             v_descriptor = descriptor(u32(v_tile + u32(AT)), u32(PANEL_BYTES))
-            ptx.wgmma_split_registers(high, low, p, v_descriptor, N, STEPS, PLANES, V_PLANE)
+            ptx.wgmma_planes_registers(high, low, p, v_descriptor, N, STEPS, PLANES, V_PLANE)
             ptx.wgmma_wait(high, low, NONE, COUNT, COUNT_LOW)
             for e in range(COUNT_LOW):
                 high[e] += low[e] * f32(LOWERED)
@@ -221,7 +221,7 @@ def build_split_values(block_n, columns, planes):
 
 
 @once
-def build_split_rows(columns, depth, b_rows, planes):
+def build_planes_rows(columns, depth, b_rows, planes):
     """``start(high, low, a, b_tile)``: start A B, A in registers, `columns` of B, which are no more
     than a panel, as `depth` of the `b_rows` rows of its planes.
     """
@@ -230,13 +230,13 @@ def build_split_rows(columns, depth, b_rows, planes):
     @inline
     def start(high, low, a, b_tile):
         b_descriptor = descriptor(b_tile, u32(0))
-        ptx.wgmma_split_registers(high, low, a, b_descriptor, N, STEPS, PLANES, B_PLANE)
+        ptx.wgmma_planes_registers(high, low, a, b_descriptor, N, STEPS, PLANES, B_PLANE)
 
     return start
 
 
 @once
-def build_split_columns(columns, depth, a_plane, b_plane, planes):
+def build_planes_columns(columns, depth, a_plane, b_plane, planes):
     """``start(high, low, a_tile, b_tile)``: start A B of 64 rows of A, both as rows along the sum,
     of which there are `depth`; low planes lie so many bytes behind high ones.
     """
@@ -245,7 +245,7 @@ def build_split_columns(columns, depth, a_plane, b_plane, planes):
 
     @inline
     def start(high, low, a_tile, b_tile):
-        ptx.wgmma_split_shared(
+        ptx.wgmma_planes_shared(
             high, low, descriptor(a_tile, u32(0)), descriptor(b_tile, u32(0)),
             N, STEPS, PLANES, ALONG, ALONG, A_PLANE, B_PLANE,
         )  # fmt: skip
@@ -254,7 +254,7 @@ def build_split_columns(columns, depth, a_plane, b_plane, planes):
 
 
 @once
-def build_split_sum(columns, planes, pending=0):
+def build_planes_sum(columns, planes, pending=0):
     """``join(high, low)``: wait for a product, but not for so many after it, and add its low sums
     to the high ones; ``add(acc, high, factor)``: acc += high factor.
     """

@@ -20,7 +20,7 @@ class Walk(NamedTuple):
 
 
 @inline
-def split(number, size, counts):
+def divide(number, size, counts):
     """The coordinate of `number` along an axis of this size, if that `counts`, and the rest."""
     quotient = i32(u32(number) // u32(size)) if counts else number
     return (i32(number - quotient * size) if counts else i32(0)), quotient
@@ -47,20 +47,20 @@ def build_coordinates(summed):
 
     @inline
     def owned(number, sizes):
-        j, number = split(number, sizes.j, not SUM_J)
-        i, number = split(number, sizes.i, not SUM_I)
-        h, number = split(number, sizes.head, not SUM_H)
-        b1, number = split(number, sizes.b1, not SUM_1)
-        b0, number = split(number, sizes.b0, not SUM_0)
+        j, number = divide(number, sizes.j, not SUM_J)
+        i, number = divide(number, sizes.i, not SUM_I)
+        h, number = divide(number, sizes.head, not SUM_H)
+        b1, number = divide(number, sizes.b1, not SUM_1)
+        b0, number = divide(number, sizes.b0, not SUM_0)
         return Walk(b0, b1, h, i, j), number
 
     @inline
     def walked(number, sizes):
-        j, number = split(number, sizes.j, SUM_J)
-        i, number = split(number, sizes.i, SUM_I)
-        h, number = split(number, sizes.head, SUM_H)
-        b1, number = split(number, sizes.b1, SUM_1)
-        b0, number = split(number, sizes.b0, SUM_0)
+        j, number = divide(number, sizes.j, SUM_J)
+        i, number = divide(number, sizes.i, SUM_I)
+        h, number = divide(number, sizes.head, SUM_H)
+        b1, number = divide(number, sizes.b1, SUM_1)
+        b0, number = divide(number, sizes.b0, SUM_0)
         return Walk(b0, b1, h, i, j)
 
     @inline

@@ -11,15 +11,15 @@ import numpy as np
 
 from numba_flash.cuda.arguments import arrays_of
 
-FEW, MANY = 16, 512  # queries of a head, and keys
+DECODE_QUERIES, MANY = 16, 512  # queries of a head, and keys
 MOST_BLOCKS, SHORTEST = 2**31 - 1, 8  # of a grid; rows of a block, at least
 # Queries of all heads that share keys whose dQ a warp has registers for, by head dimension.
 MOST_GRADIENT_ROWS = {64: 32, 128: 16}
 # What a block of few queries does beside its tiles, and a kernel that combines parts, in tiles.
 BLOCK_TILES, COMBINE_TILES = 1, 3
-MOST_TURNS = 8  # parts that are tried where there are blocks for more than one turn
+MOST_WAVES = 8  # parts that are tried where there are blocks for more than one turn
 FEWEST_TILES = 4  # of keys that are worth a part of their own
-ZIGZAG_TURNS = 64  # items per multiprocessor from which on their order does not matter
+ZIGZAG_WAVES = 64  # items per multiprocessor from which on their order does not matter
 ITEM_TILES = 0.5  # what an item costs besides its tiles, in tiles
 # Work that a section may leave to one more than the best does, if it is smaller: more blocks at
 # work at the same time then read the same keys. That makes causal attention up to 9 % faster on an
@@ -109,7 +109,7 @@ def extras_layouts(problem, inputs) -> tuple:
     return tuple((getattr(inputs, name), views[name]) for name in arrays_of(p.options))
 
 
-def parts(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
+def kv_splits(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     """Parts that the keys of each row block are split into: more than one where there are too few
     row blocks for the GPU.
     """
@@ -120,46 +120,46 @@ def parts(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     return max(1, min(multiprocessors // count, tiles // FEWEST_TILES))
 
 
-def few_queries(problem) -> bool:
+def is_decode(problem) -> bool:
     """True if a problem is one of reading K and V: the queries of all heads that share keys are
     better rows of one tile then. Those of a mask of blocks that has few of these.
     """
     p = problem
-    return 0 < p.nq <= FEW and p.hk > 0 and not p.options.packed and not p.options.blocks
+    return 0 < p.nq <= DECODE_QUERIES and p.hk > 0 and not p.options.packed and not p.options.blocks
 
 
 def bound_by_memory(problem) -> bool:
     """True if it is that to such a degree that it matters who reads K and V but once."""
     p = problem
     half = p.dtype in ("float16", "bfloat16")
-    return few_rows(p) or (half and few_queries(p) and p.nk >= MANY)
+    return is_decode_without_tensor_cores(p) or (half and is_decode(p) and p.nk >= MANY)
 
 
-def few_rows(problem, many: int = MANY) -> bool:
+def is_decode_without_tensor_cores(problem, many: int = MANY) -> bool:
     """True if it stays one of reading K and V where no tensor cores multiply, with `many` keys: all
     heads that share them have few queries together.
     """
     p = problem
-    few = few_queries(p) and p.nq * (p.hq // p.hk) <= FEW
+    few = is_decode(p) and p.nq * (p.hq // p.hk) <= DECODE_QUERIES
     return few and p.nk >= many and not p.options.dropout
 
 
-def few_gradients(problem) -> bool:
+def is_decode_gradient(problem) -> bool:
     """True if gradients are one of reading K and V, and of writing as much: one tile has the
     queries of all heads that share keys, and the sums of their dQ.
     """
     p = problem
     half, d = p.dtype in ("float16", "bfloat16"), max(p.d, p.dv)
     most = next((rows for most, rows in MOST_GRADIENT_ROWS.items() if d <= most), 0)
-    few = half and few_queries(p) and p.nq * (p.hq // p.hk) <= most
+    few = half and is_decode(p) and p.nq * (p.hq // p.hk) <= most
     return few and p.nk >= MANY and not p.options.modifies
 
 
-def few_parts(problem, tile, at_once: int, whole: bool = False) -> int:
+def decode_kv_splits(problem, tile, at_once: int, whole: bool = False) -> int:
     """The same of few queries, where a tile has rows of all heads that share keys: so many that the
     last block is done first, if blocks take turns, `at_once` at a time; of the `whole` of the keys,
     or of those that a band leaves. By another rule, as if one began whenever another is done, long
-    sequences take 8 % longer. Measured: docs/lab/any_gpu.md, `few_parts`.
+    sequences take 8 % longer. Measured: docs/lab/any_gpu.md, `decode_kv_splits`.
     """
     p = problem
     count = items(p, p.nq * tile.group, p.hk, tile.block_m)
@@ -167,11 +167,13 @@ def few_parts(problem, tile, at_once: int, whole: bool = False) -> int:
     if count == 0 or tiles <= 0:
         return 1
 
-    def time(parts):
-        turns = -(-count * parts // at_once)
-        return turns * (-(-tiles // parts) + BLOCK_TILES) + (COMBINE_TILES if parts > 1 else 0)
+    def time(kv_splits):
+        waves = -(-count * kv_splits // at_once)
+        return waves * (-(-tiles // kv_splits) + BLOCK_TILES) + (
+            COMBINE_TILES if kv_splits > 1 else 0
+        )
 
-    return min(range(1, min(tiles, max(MOST_TURNS, at_once // count)) + 1), key=time)
+    return min(range(1, min(tiles, max(MOST_WAVES, at_once // count)) + 1), key=time)
 
 
 def even_section(row_blocks: int, multiprocessors: int) -> int:
@@ -183,24 +185,24 @@ def section(problem, block_m: int, block_n: int, multiprocessors: int) -> int:
     """Heads whose row blocks are handed out together, longest first, so that no multiprocessor gets
     much more work than another: the smallest that is as good as the best.
     """
-    p, turns = problem, multiprocessors
+    p, waves = problem, multiprocessors
     row_blocks, pairs = blocks(p, p.nq, block_m), math.prod(p.batch) * p.hq
-    smallest, step = max(1, turns // SMALLEST), max(1, turns // STEP)
-    even = even_section(row_blocks, turns)
-    if row_blocks * pairs > ZIGZAG_TURNS * turns:  # one item more or less is nothing
+    smallest, step = max(1, waves // SMALLEST), max(1, waves // STEP)
+    even = even_section(row_blocks, waves)
+    if row_blocks * pairs > ZIGZAG_WAVES * waves:  # one item more or less is nothing
         return even
     rows = np.arange(row_blocks) * block_m
     first = np.maximum(p.low + rows, 0) // block_n
     last = -(-np.clip(p.high + rows + block_m, 0, p.nk) // block_n)
     work = np.maximum(last - first, 1) + ITEM_TILES
-    most = lambda size: most_work(work, pairs, size, turns)
-    works = {size: most(size) for size in (smallest, even, *range(step, 2 * turns + 1, step))}
+    most = lambda size: most_work(work, pairs, size, waves)
+    works = {size: most(size) for size in (smallest, even, *range(step, 2 * waves + 1, step))}
     limit = min(works.values()) * (UNEVEN_OF_FEW if row_blocks <= FEW_ROW_BLOCKS else UNEVEN)
     return min(size for size, work in works.items() if work <= limit)
 
 
-def most_work(work, pairs: int, section: int, turns: int) -> float:
-    """Work of the busiest of `turns` blocks that take what `schedule.build_item` numbers, as
+def most_work(work, pairs: int, section: int, waves: int) -> float:
+    """Work of the busiest of `waves` blocks that take what `schedule.build_item` numbers, as
     `schedule.zigzag` says.
 
     `work` is that of the row blocks of one of `pairs` heads.
@@ -208,7 +210,7 @@ def most_work(work, pairs: int, section: int, turns: int) -> float:
     number = np.arange(len(work) * pairs)
     begin = number // (section * len(work)) * section
     block = len(work) - 1 - (number - begin * len(work)) // np.minimum(section, pairs - begin)
-    load = np.pad(work[block], (0, -len(number) % turns)).reshape(-1, turns)
+    load = np.pad(work[block], (0, -len(number) % waves)).reshape(-1, waves)
     return (load[::2].sum(0) + load[1::2, ::-1].sum(0)).max()
 
 
@@ -248,9 +250,9 @@ class Broadcast(NamedTuple):
         )
         return cls(summed, product(False), product(True))
 
-    def shares(self, turns: int, most: int, cost: int) -> int:
-        """So many, up to `most`, that the busiest of `turns` that take them in their order is done
+    def shares(self, waves: int, most: int, cost: int) -> int:
+        """So many, up to `most`, that the busiest of `waves` that take them in their order is done
         first; a share costs `cost` steps of the walk beside its own.
         """
-        time = lambda n: -(-self.tiles * n // turns) * (-(-self.walk // n) + cost)
+        time = lambda n: -(-self.tiles * n // waves) * (-(-self.walk // n) + cost)
         return min(range(1, max(1, min(self.walk, most)) + 1), key=time)

@@ -24,7 +24,7 @@ class Cache(NamedTuple):
     length: int
 
 
-class Place(NamedTuple):
+class PagePlace(NamedTuple):
     """Where a key is: its page by the number in the table, and its row in it."""
 
     entry: int
@@ -65,15 +65,15 @@ def build_keys(options):
 
 @once
 def build_place(size):
-    """``place(key)``: the `Place` of a key that is not negative; the constant makes a product and
-    a shift of the division.
+    """``place(key)``: the `PagePlace` of a key that is not negative; the constant makes a product
+    and a shift of the division.
     """
     SIZE = size
 
     @inline
     def place(key):
         entry = u32(u32(key) // u32(SIZE))
-        return Place(entry, u32(u32(key) - u32(entry * u32(SIZE))))
+        return PagePlace(entry, u32(u32(key) - u32(entry * u32(SIZE))))
 
     return place
 
@@ -110,19 +110,19 @@ def build_access(pages):
 
 @once
 def build_missing(options):
-    """``missing(k, extras, at, length, part, parts)``: 1 if this thread, of all of a block, finds
-    an entry which names no page of k among those that so many keys use, else 0. Each of several
-    parts looks at its share.
+    """``missing(k, extras, at, length, part, kv_splits)``: 1 if this thread, of all of a block,
+    finds an entry which names no page of k among those that so many keys use, else 0. Each of
+    several parts looks at its share.
     """
     PAGED, SIZE = options.paged is not None, options.paged.size if options.paged else 1
 
     @inline
-    def missing(k, extras, at, length, part, parts):
+    def missing(k, extras, at, length, part, kv_splits):
         found = i32(0)
         if PAGED:
             table, pages, used = extras.page_table[at.b0, at.b1], k.shape[1], i64(length)
             used = (used + (SIZE - 1)) // SIZE
-            for t in range(cuda.threadIdx.x * parts + part, used, cuda.blockDim.x * parts):
+            for t in range(cuda.threadIdx.x * kv_splits + part, used, cuda.blockDim.x * kv_splits):
                 page = i64(table[index(t)])
                 if page < 0 or page >= pages:
                     found = i32(1)

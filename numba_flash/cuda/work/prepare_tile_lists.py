@@ -17,7 +17,7 @@ WORD = 32  # tiles
 WIDTHS = (16, 4, 1)  # bytes of the mask that may be read at once
 
 
-class Tiles(NamedTuple):
+class TileShape(NamedTuple):
     """What a kernel wants to know of a mask's tiles.
 
     Attributes
@@ -74,7 +74,7 @@ def choose(problem, *tiles_of) -> Chosen:
     p = problem
     if p.options.blocks is None:
         return Chosen(p, tiles_of[0](p))
-    without = replace(p, options=replace(p.options, mask=False, listed=True))
+    without = replace(p, options=replace(p.options, mask=False, block_sparse=True))
     for tile_of in tiles_of:
         for each in (without, p):
             tile = tile_of(each)
@@ -105,14 +105,14 @@ class Extras:
         Layouts of what they make, if there is a mask.
     """
 
-    def __init__(self, problem, gpu, inputs, tiles: Tiles):
+    def __init__(self, problem, gpu, inputs, tiles: TileShape):
         p, t = problem, tiles
         self.layouts, self.launches = grid.extras_layouts(p, inputs), ()
         self._extras_of = build_extras(p.options)
         self._class, self._names = extras_class(p.options, t.names), t.names
         if not p.options.tiled:
             return
-        masked = replace(p, options=p.options.unlisted)
+        masked = replace(p, options=p.options.as_mask)
         self._extras_of_mask = build_extras(masked.options)
         rows, columns = -(-p.nq // t.block_m), -(-p.nk // t.block_n)
         blocks, across = (columns, rows) if t.transposed else (rows, columns)
@@ -175,7 +175,7 @@ class Extras:
         return self._class(*extras, *[getattr(made, name) for name in self._names])
 
 
-def _builder(p, mask, tiles: Tiles) -> tuple[str, tuple, int]:
+def _builder(p, mask, tiles: TileShape) -> tuple[str, tuple, int]:
     """Of the kernel that makes lists, the rest of its configuration, and lists of a block."""
     if p.options.blocks is not None:
         return "work.block_lists.build", (tiles.transposed, LISTS), LISTS

@@ -50,7 +50,7 @@ def row_block_in_sections(index, blocks, section, pairs, heads, batch1):
 
 
 @inline
-def row_block_of_few(index, blocks, heads, batch1):
+def row_block_of_decode(index, blocks, heads, batch1):
     """The same of u32 numbers, the first block first. Divisions take long where there is little
     else to do: those by 1, and of numbers that are smaller than what divides them, are left out.
     """

@@ -22,7 +22,7 @@ class Item(NamedTuple):
     rows_begin, rows, columns_begin, columns, low, high, invalid : int
         Its sequence (see `numba_flash.cuda.work.sequence.Sequence`), and the band there. Rows are
         queries, or keys if transposed.
-    first, count, part : int
+    first, count, kv_split : int
         First tile of columns, how many there are, and which part of all that is.
     """
 
@@ -39,10 +39,10 @@ class Item(NamedTuple):
     invalid: int
     first: int
     count: int
-    part: int
+    kv_split: int
 
 
-class Rows(NamedTuple):
+class RowBlock(NamedTuple):
     """A row block of queries, by its number among all.
 
     Attributes
@@ -68,8 +68,8 @@ class Rows(NamedTuple):
 
 @once
 def build_rows(options, block_m):
-    """``rows_of(number, extras, shape, nk)``: the `Rows` of a number, in arrays (b0, b1, heads, nq,
-    ...) of that shape.
+    """``rows_of(number, extras, shape, nk)``: the `RowBlock` of a number, in arrays (b0, b1, heads,
+    nq, ...) of that shape.
 
     Numbers are ``((b0 * B1 + b1) * heads + head) * blocks + block``, and every block has BLOCK_M
     rows, full or not, so that it begins at a multiple of 16 bytes wherever its sequence begins;
@@ -96,7 +96,7 @@ def build_rows(options, block_m):
         if PACKED:
             b1 = i64(0)
         row0 = block * BLOCK_M
-        return Rows(b0, b1, head, q0 + row0, row0, queries, keys, shift, invalid)
+        return RowBlock(b0, b1, head, q0 + row0, row0, queries, keys, shift, invalid)
 
     return rows_of
 
@@ -134,20 +134,22 @@ def zigzag(turn, blocks):
 
 
 @device
-def swing_block(place, blocks, swing):
+def serpentine_block(place, blocks, serpentine):
     """The block of a head that comes in this place: in its first, third, ... swing the last block
     comes first, in the others the first (and these go upward: `walk_backward.goes_upward`).
     """
-    number = types.uint32(place // swing)
+    number = types.uint32(place // serpentine)
     if number % types.uint32(2) == types.uint32(1):
         return place
-    begin = types.uint32(number * swing)
-    return types.uint32(begin + min(types.uint32(begin + swing), blocks) - types.uint32(1) - place)
+    begin = types.uint32(number * serpentine)
+    return types.uint32(
+        begin + min(types.uint32(begin + serpentine), blocks) - types.uint32(1) - place
+    )
 
 
 @once
 def build_item(
-    options, banded, split, block_m, block_n, transposed=False, queued=False, upward=False
+    options, banded, kv_splits, block_m, block_n, transposed=False, queued=False, upward=False
 ):
     """``item(index, shape, extras, sizes)``: the work `Item` of a number.
 
@@ -155,15 +157,15 @@ def build_item(
     b0. Neighbours are row blocks of one head. With a band, where blocks differ in length, heads
     come in sections, and within one all heads' last blocks first: with a section of a few turns of
     the grid, `zigzag` gives everyone the same work, and keys are read again while they are in the
-    cache. With `split` each of several parts gets its share of the tiles. There is always a tile,
-    if only one in which all is hidden. If `transposed`, queries and keys change places, and the
-    band too, and the first blocks come first, always in sections. If `queued`, blocks of a head
+    cache. With `kv_splits` each of several parts gets its share of the tiles. There is always a
+    tile, if only one in which all is hidden. If `transposed`, queries and keys change places, and
+    the band too, and the first blocks come first, always in sections. If `queued`, blocks of a head
     come as its queue says (`numba_flash.cuda.work.tile_lists`), of a group as that of its first
     head. If `upward`, `sizes` has a field of that name: of so many items, the first, last blocks
-    come first; and a field `swing`: if not 0, they come as `swing_block` says.
+    come first; and a field `serpentine`: if not 0, they come as `serpentine_block` says.
     """
     BLOCK_M, BLOCK_N, PACKED, SEQUENCES = block_m, block_n, options.packed, options.sequences
-    IN_SECTIONS, SPLIT, TRANSPOSED = banded or transposed, split, transposed
+    IN_SECTIONS, KV_SPLITS, TRANSPOSED = banded or transposed, kv_splits, transposed
     QUEUED, UPWARD, LAST_FIRST = queued, upward, not transposed and not queued
     sequence_of = build_sequence(options)
 
@@ -172,8 +174,8 @@ def build_item(
         heads, all_rows, all_columns = u32(shape[2]), i32(shape[3]), i32(sizes.columns)
         low, high = i32(sizes.low), i32(sizes.high)
         index, part = u32(index), u32(0)
-        if SPLIT:
-            part, index = u32(index % u32(sizes.parts)), u32(index // u32(sizes.parts))
+        if KV_SPLITS:
+            part, index = u32(index % u32(sizes.kv_splits)), u32(index // u32(sizes.kv_splits))
         if PACKED:
             lengths = extras.kv_lengths if TRANSPOSED else extras.q_lengths
             b0, b1, head, block = packed_row_block(index, lengths, all_rows, BLOCK_M)
@@ -185,8 +187,8 @@ def build_item(
                 within = u32(index - number * section * blocks)
                 size = min(section, u32(pairs - number * section))
                 block, pair = u32(within // size), u32(number * section + within % size)
-                if UPWARD and sizes.swing > 0:
-                    block = swing_block(block, blocks, u32(sizes.swing))
+                if UPWARD and sizes.serpentine > 0:
+                    block = serpentine_block(block, blocks, u32(sizes.serpentine))
                 elif index < u32(sizes.upward) if UPWARD else LAST_FIRST:
                     block = blocks - u32(1) - block
             else:
@@ -217,8 +219,8 @@ def build_item(
         if start < stop and row0 < rows:
             first = i32(start // BLOCK_N)
             count = i32((stop + BLOCK_N - 1) // BLOCK_N) - first
-            if SPLIT:
-                share = (count + i32(sizes.parts) - 1) // i32(sizes.parts)
+            if KV_SPLITS:
+                share = (count + i32(sizes.kv_splits) - 1) // i32(sizes.kv_splits)
                 first, count = first + part * share, max(0, min(share, count - part * share))
         if count == 0:
             columns, count = i32(0), i32(1)  # one tile in which everything is hidden

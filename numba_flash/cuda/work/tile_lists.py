@@ -23,7 +23,7 @@ BLOCKS_AT_ONCE = 8  # whose bits are under way together
 FIRST = 24  # bit from which on an order has flags
 
 
-class Rows(NamedTuple):
+class MaskRows(NamedTuple):
     """What a lane reads of a tile of the mask: its registers, the address of the tile, bytes from
     one row and one column to the next, how many of each there are, and its first run.
     """
@@ -44,7 +44,7 @@ class Found(NamedTuple):
     all: int
 
 
-class Listed(NamedTuple):
+class Entry(NamedTuple):
     """A tile of a list: its number, and whether all of it is visible."""
 
     at: int
@@ -122,7 +122,7 @@ def build(options, block_m, block_n, width, transposed):
         rows = i32(1) if row == 0 else rows  # each is the same
         some, every = u32(0), u32(ONES)
         for number in range(i32(cuda.threadIdx.x % WARP), rows * RUNS, WARP * BATCH):
-            read_runs(Rows(registers, base, row, col, rows, cols, i32(number)))
+            read_runs(MaskRows(registers, base, row, col, rows, cols, i32(number)))
             for n in range(BATCH):
                 run = i32(number + n * WARP)
                 there = run // RUNS < rows and run % RUNS * WIDTH < cols
@@ -302,8 +302,9 @@ def length(address):
 
 @once
 def build_access(masked):
-    """``list_of(extras, b0, b1, head, block)``: the address of a list; ``listed(address, number)``:
-    the `Listed` of that number in it. Unless `masked` all tiles are listed, none of them as whole.
+    """``list_of(extras, b0, b1, head, block)``: the address of a list; ``entry_of(address,
+    number)``: the `Entry` of that number in it. Unless `masked` all tiles are listed, none of them
+    as whole.
     """
     MASKED = masked
 
@@ -314,10 +315,10 @@ def build_access(masked):
         return u64(0)
 
     @inline
-    def listed(address, number):
+    def entry_of(address, number):
         if MASKED:
             word = ptx.fetch_word(u64(address + u64(i64(number + 1) * 4)))
-            return Listed(i32(u32(word >> u32(1))), u32(word & u32(1)) != u32(0))
-        return Listed(number, False)
+            return Entry(i32(u32(word >> u32(1))), u32(word & u32(1)) != u32(0))
+        return Entry(number, False)
 
-    return list_of, listed
+    return list_of, entry_of

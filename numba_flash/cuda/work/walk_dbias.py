@@ -31,7 +31,7 @@ class Space(NamedTuple):
     high: int
 
 
-class Place(NamedTuple):
+class ScorePlace(NamedTuple):
     """Where a tile of scores lies, its head of k, and whether its sequence is invalid."""
 
     at: Head
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     whole: bool
 
 
-class Item(NamedTuple):
+class BiasItem(NamedTuple):
     """What a block sums: a tile of the gradient, one of the shares of its walk, and the first step,
     which need not have anything visible.
     """
@@ -100,7 +100,7 @@ def build_share(summed, block_m, block_n=None):
 
 @once
 def build_begin(summed, block_m, block_n):
-    """``begin(number, extent, shares)``: the `Item` of that number, likewise."""
+    """``begin(number, extent, shares)``: the `BiasItem` of that number, likewise."""
     share_of = build_share(summed, block_m, block_n)
     _, walked, _ = build_coordinates(summed)
 
@@ -108,16 +108,17 @@ def build_begin(summed, block_m, block_n):
     def begin(number, extent, shares):
         space, share, start = share_of(number, extent, shares)
         walk = space.own if start >= space.stop else walked(start, space.sizes)
-        return Item(space, share, Step(start, walk, False, False))
+        return BiasItem(space, share, Step(start, walk, False, False))
 
     return begin
 
 
 @once
 def build_places(options, banded, summed, block_m, block_n, flagged=False):
-    """``place_of(walk, space, extras)``: the `Place` of coordinates; ``find(step, space, extras)``:
-    the first `Step` from this one on that has something visible; ``proceed(step, space, extras)``:
-    the first after it. All have, unless there are lengths or a mask, or the problem is `banded`.
+    """``place_of(walk, space, extras)``: the `ScorePlace` of coordinates; ``find(step, space,
+    extras)``: the first `Step` from this one on that has something visible; ``proceed(step, space,
+    extras)``: the first after it. All have, unless there are lengths or a mask, or the problem is
+    `banded`.
 
     flagged : heads whose ``extras.flags`` are not 0 are left out.
     """
@@ -138,7 +139,7 @@ def build_places(options, banded, summed, block_m, block_n, flagged=False):
         low, high = i32(space.low + shift), i32(space.high + shift)
         kv_head = i32(u32(at.head) // u32(space.group)) if SUM_H else space.kv_head
         region = Region(row0, col0, queries, keys, low, high)
-        return Place(at, kv_head, region, sequence.invalid)
+        return ScorePlace(at, kv_head, region, sequence.invalid)
 
     @inline
     def find(step, space, extras):

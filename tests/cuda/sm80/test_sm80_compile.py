@@ -200,7 +200,7 @@ def test_a_mask_of_blocks_is_lists_alone(name):
     """Where tiles lie within blocks, kernels are those of plain attention but for a list: no mask, no number of the options."""
     kernel = KERNELS[name]
     (config,) = kernel.config
-    assert config.options == replace(PLAIN, listed=True)
+    assert config.options == replace(PLAIN, block_sparse=True)
     plain = kernel._replace(config=(replace(config, options=PLAIN),))
     with_list, without = (kernel_counts.counts(each, kernel_counts.PTX) for each in (kernel, plain))
     loads = lambda found: sum(n for what, n in found.items() if what.startswith("ld.global"))

@@ -12,13 +12,13 @@ from numba_flash import call
 from numba_flash.cuda.sm80 import recipes, tier
 from numba_flash.cuda.sm80.backward import prepare_backward
 from numba_flash.cuda.sm80.bias_gradient import prepare_dq_dbias
-from numba_flash.cuda.sm80.decode import prepare_backward_few, prepare_few
+from numba_flash.cuda.sm80.decode import prepare_backward_decode, prepare_decode
 from numba_flash.cuda.sm80.forward import prepare_forward
 from numba_flash.cuda.sm80.tiles import hardware
 
 pytestmark = pytest.mark.gpu
 
-CHOOSERS = (prepare_backward, prepare_backward_few, prepare_dq_dbias, prepare_few, prepare_forward, recipes, tier)
+CHOOSERS = (prepare_backward, prepare_backward_decode, prepare_dq_dbias, prepare_decode, prepare_forward, recipes, tier)
 NQ, NK = 150, 200
 DRAWN = np.random.default_rng(19)
 BIAS = {"bias": DRAWN.standard_normal((4, NQ, NK)).astype(np.float16), "bias_grad": True}

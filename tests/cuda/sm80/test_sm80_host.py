@@ -19,16 +19,16 @@ from numba_flash.arguments import arrays
 from numba_flash.arguments.arrays import Layout
 from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 from numba_flash.cuda.arguments import BASE_2, BASE_E, chunked
-from numba_flash.cuda.passes import prepare_parts
+from numba_flash.cuda.passes import prepare_kv_splits
 from numba_flash.cuda.recipe import Call
 from numba_flash.cuda.runtime import launch
 from numba_flash.cuda.runtime.launch import Gpu, Launch
 from numba_flash.cuda.sm80 import tier
 from numba_flash.cuda.sm80.arguments import Shape
-from numba_flash.cuda.sm80.bias_gradient import dq_dbias, prepare_dq_dbias_split
+from numba_flash.cuda.sm80.bias_gradient import dq_dbias, prepare_dq_dbias_planes
 from numba_flash.cuda.sm80.bias_gradient.dbias_tiles import FEWEST_STEPS, KEYS_TILE, LEAST_SHARED, MOST_COLUMNS, MOST_KEYS, dq_dbias_tile
-from numba_flash.cuda.sm80.decode.few_tiles import BACKWARD_FEW_TILES, FEW_TILES, MOST_JOINED, float_pitch
-from numba_flash.cuda.sm80.short_heads import head_tiles, prepare_head
+from numba_flash.cuda.sm80.decode.decode_tiles import BACKWARD_DECODE_TILES, DECODE_TILES, MOST_JOINED, float_pitch
+from numba_flash.cuda.sm80.short_heads import prepare_short_heads, short_head_tiles
 from numba_flash.cuda.sm80.tiles import hardware, pitch
 
 T4, A100, H200 = Gpu(0, (7, 5), 40), Gpu(0, (8, 0), 108), Gpu(0, (9, 0), 132)
@@ -238,7 +238,7 @@ def test_rows_that_are_copied_in_whole_chunks(x, whole):
 
 def joins(forward) -> bool:
     """True if the last block of a kernel puts parts together, without a second kernel."""
-    return forward.builder == "sm80.decode.forward_few.build" and forward.config[0].joined
+    return forward.builder == "sm80.decode.forward_decode.build" and forward.config[0].joined
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -372,7 +372,7 @@ def test_rows_of_few_queries(sizes, rows, group):
     assert tile.block_n == tile.warps * tile.warp_n if group else tile.block_n == tile.warp_n
 
 
-@pytest.mark.parametrize("tile", [row.tile for row in FEW_TILES], ids=str)
+@pytest.mark.parametrize("tile", [row.tile for row in DECODE_TILES], ids=str)
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (8, 256), (64, 64), (128, 16), (256, 256)])
 def test_results_of_warps_fit_where_tiles_were(tile, d, dv):
     """Their O, m and l."""
@@ -382,7 +382,7 @@ def test_results_of_warps_fit_where_tiles_were(tile, d, dv):
     assert tile.shared_bytes(d, dv) >= tile.block_m * max(pitch(d), pitch(dv)) + tile.stages * tile.block_n * both
 
 
-@pytest.mark.parametrize("tile", [row.tile for row in FEW_TILES], ids=str)
+@pytest.mark.parametrize("tile", [row.tile for row in DECODE_TILES], ids=str)
 @pytest.mark.parametrize(("d", "lines"), [(13, False), (64, True), (72, False), (128, True), (192, True), (256, True)])
 def test_keys_of_few_queries_lie_in_lines_where_these_are_whole(tile, d, lines):
     """From a multiple of 128 bytes on, which what is turned within a line relies on; else rows are an odd number of chunks apart."""
@@ -427,29 +427,29 @@ def test_who_counts_arrivals_where(monkeypatch):
     stream = SimpleNamespace(ptr=0)
     monkeypatch.setattr(arrays, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream)))
     monkeypatch.setattr(arrays, "compact", lambda name, like, shape, dtype: np.ones(shape, dtype))
-    monkeypatch.setattr(prepare_parts, "_arrivals", {})
-    monkeypatch.setattr(prepare_parts.driver, "capture_of", lambda handle: captures.get(handle))
+    monkeypatch.setattr(prepare_kv_splits, "_arrivals", {})
+    monkeypatch.setattr(prepare_kv_splits.driver, "capture_of", lambda handle: captures.get(handle))
     captures = {}
-    first = prepare_parts.arrivals(like, 3)
+    first = prepare_kv_splits.arrivals(like, 3)
     assert not first.any()
-    assert prepare_parts.arrivals(like, 1000) is first
+    assert prepare_kv_splits.arrivals(like, 1000) is first
     stream.ptr = 77
-    other = prepare_parts.arrivals(like, 3)
+    other = prepare_kv_splits.arrivals(like, 3)
     assert other is not first
     captures[77] = 5
-    of_graph = prepare_parts.arrivals(like, 3)
+    of_graph = prepare_kv_splits.arrivals(like, 3)
     assert of_graph is not other
-    assert prepare_parts.arrivals(like, 3) is of_graph
+    assert prepare_kv_splits.arrivals(like, 3) is of_graph
     captures[78], stream.ptr = 5, 78
-    assert prepare_parts.arrivals(like, 3) is not of_graph  # beside it in the same graph
+    assert prepare_kv_splits.arrivals(like, 3) is not of_graph  # beside it in the same graph
     captures[77], stream.ptr = 6, 77
-    assert prepare_parts.arrivals(like, 3) is not of_graph
+    assert prepare_kv_splits.arrivals(like, 3) is not of_graph
     captures.clear()
-    assert prepare_parts.arrivals(like, 3) is other
-    assert prepare_parts.arrivals(like, 5000).size >= 5000
-    stream.ptr = prepare_parts.PER_THREAD_STREAM  # one handle, a stream of each thread
-    own, others = prepare_parts.arrivals(like, 3), []
-    thread = threading.Thread(target=lambda: others.append(prepare_parts.arrivals(like, 3)))
+    assert prepare_kv_splits.arrivals(like, 3) is other
+    assert prepare_kv_splits.arrivals(like, 5000).size >= 5000
+    stream.ptr = prepare_kv_splits.PER_THREAD_STREAM  # one handle, a stream of each thread
+    own, others = prepare_kv_splits.arrivals(like, 3), []
+    thread = threading.Thread(target=lambda: others.append(prepare_kv_splits.arrivals(like, 3)))
     thread.start()
     thread.join()
     assert others[0] is not own
@@ -478,7 +478,7 @@ def test_few_queries_with_a_mask_have_no_lists():
     options = {"mask": np.ones((1, 1, 1, 200), bool)}
     inputs = inputs_of(nq=1)._replace(**options)
     (forward,) = launches("forward", problem(options, nq=1), A100, inputs)
-    assert forward.builder == "sm80.decode.forward_few.build"
+    assert forward.builder == "sm80.decode.forward_decode.build"
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_gradients_of_few_queries(sizes, gpu, parts):
     sizes = {"nq": 1, "d": 128, "batch": (1,), "nk": 32768, "hq": 64, "hk": 8} | sizes
     for options in ({}, {"window": (3, 3)}):
         main, *add = launches("backward", problem(options, **sizes), gpu)
-        assert main.builder == "sm80.decode.backward_few.build"
+        assert main.builder == "sm80.decode.backward_decode.build"
         assert main.grid == parts * math.prod(sizes["batch"]) * sizes["hk"]
         assert [launch.builder for launch in add] == ["passes.sum_shares.build"] * (parts > 1)
 
@@ -511,7 +511,7 @@ def test_parts_of_dq_of_few_queries_have_a_place_each(batch):
     assert dq.nbytes * 2 * parts == written.nbytes == shares.nbytes
 
 
-@pytest.mark.parametrize("row", BACKWARD_FEW_TILES, ids=str)
+@pytest.mark.parametrize("row", BACKWARD_DECODE_TILES, ids=str)
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (64, 16), (64, 64)])
 def test_tiles_of_gradients_of_few_queries_fit(row, d, dv):
     """Nothing lies in the place of something else, and each warp's dQ fits where all was."""
@@ -604,7 +604,7 @@ def test_other_biases_have_the_general_loop(bias):
     assert set(built) & {*JOINT, *GENERAL} == {*GENERAL}
 
 
-SPLIT = ("sm80.bias_gradient.dk_dv_split.build", "sm80.bias_gradient.dq_dbias_split.build")
+SPLIT = ("sm80.bias_gradient.dk_dv_planes.build", "sm80.bias_gradient.dq_dbias_planes.build")
 SHORT = {"hq": 2, "hk": 2, "d": 32, "dtype": "float32"}
 LOOPS_OF_FLOAT32 = {
     "short heads": ({}, {}, H200, True),
@@ -630,7 +630,7 @@ def test_loops_of_a_bias_alone_in_float32(sizes, options, gpu, short):
     bias = np.zeros((2, sizes["nq"], sizes["nk"]), np.float32)
     built = [each.builder for each in gradients_of(bias, options, gpu, **sizes)]
     assert [each for each in built if each in SPLIT] == list(SPLIT if short else ())
-    assert ("sm80.backward.backward_split.build" in built) == ("sm80.backward.sum_dq.build_postprocess" in built) == (not short)
+    assert ("sm80.backward.backward_planes.build" in built) == ("sm80.backward.sum_dq.build_postprocess" in built) == (not short)
 
 
 FORWARD_OF_FLOAT32 = {
@@ -650,8 +650,8 @@ FORWARD_OF_FLOAT32 = {
 def test_short_heads_of_float32_make_their_planes_themselves(sizes, options, gpu, short):
     sizes = {"batch": (100,), "nq": 100, "nk": 384} | SHORT | sizes
     built = [each.builder for each in launches("forward", problem(options, **sizes), gpu, inputs_of(**sizes))]
-    assert ("sm80.short_heads.forward_head.build" in built) == short
-    assert ("passes.split.build" in built) == (not short)
+    assert ("sm80.short_heads.forward_short_heads.build" in built) == short
+    assert ("passes.write_planes.build" in built) == (not short)
 
 
 @pytest.mark.parametrize("axis", [-4, -3, -2])
@@ -664,7 +664,7 @@ def test_short_heads_that_lie_in_reverse_are_planes_of_others(name, axis):
     for inputs, short in ((usual, True), (turned, False)):
         layouts = ForwardInputs(*map(Layout.of, inputs))
         results = ForwardResults(Layout.compact(inputs.q.shape, "float32"), None)
-        assert (prepare_head.tile_of(Call(p, layouts, results, H200)) is not None) == short
+        assert (prepare_short_heads.tile_of(Call(p, layouts, results, H200)) is not None) == short
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias"])
@@ -681,8 +681,8 @@ def test_batch_elements_of_short_heads_are_less_than_4_gib_apart(name, stride, s
     backward = Call(
         p, BackwardInputs(do=o, o=o, lse=lse, **given), BackwardResults(*(compact[name] for name in ("q", "k", "v", "bias"))), H200
     )
-    assert (prepare_head.tile_of(forward) is not None) == short
-    assert (prepare_dq_dbias_split.tiles_of(backward) is not None) == short
+    assert (prepare_short_heads.tile_of(forward) is not None) == short
+    assert (prepare_dq_dbias_planes.tiles_of(backward) is not None) == short
 
 
 def test_shared_memory_of_short_heads_fits():
@@ -690,13 +690,13 @@ def test_shared_memory_of_short_heads_fits():
     shape = Shape(32, 32, False, True, True, 2)
     for rows in range(8, 392, 8):
         p = problem({"bias": np.zeros((rows, rows), np.float32)}, batch=(8,), nq=rows, nk=rows, **SHORT)
-        tiles = head_tiles.gradient_tiles(p, hardware(H200.capability), 16)
+        tiles = short_head_tiles.gradient_tiles(p, hardware(H200.capability), 16)
         assert tiles.dq_dbias.slots <= tiles.dq_dbias.chunks
         assert tiles.dq_dbias.block_n >= rows
         assert tiles.dk_dv.queries >= rows
         assert tiles.dq_dbias.layout(shape).bytes <= 227 * 1024
         assert tiles.dk_dv.min_blocks * (tiles.dk_dv.layout(shape).bytes + 1024) <= 228 * 1024
-        forward = head_tiles.forward_head_tile(p, hardware(H200.capability))
+        forward = short_head_tiles.forward_head_tile(p, hardware(H200.capability))
         assert forward is None or forward.min_blocks * (forward.layout(32, 32).bytes + 1024) <= 228 * 1024
 
 

@@ -77,7 +77,7 @@ class Traffic:
         dk, dq_array = (SimpleNamespace(shape=(p.batch[0], lengths, heads, n)) for heads, n in ((p.hk, p.nk), (p.hq, p.nq)))
         self.of_keys, self.of_queries = [], []
         for first in range(0, grid.blocks(p, p.nk, BLOCK_N), blocks):
-            same = {"parts": 1, "group": self.group, "section": 3, "b0": p.batch[0], "first_block": first, "blocks": blocks}
+            same = {"kv_splits": 1, "group": self.group, "section": 3, "b0": p.batch[0], "first_block": first, "blocks": blocks}
             sizes = Sizes(items=grid.items(p, p.nk, p.hk, BLOCK_N), low=-p.high, high=-p.low, columns=p.nq, **same)
             self.of_keys.append(described(load_backward, of_keys, (dk, lse2, None), extras, sizes))
             sizes = Sizes(items=self.numbers, low=p.low, high=p.high, columns=p.nk, **same)

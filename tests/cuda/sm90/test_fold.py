@@ -93,7 +93,7 @@ def test_a_kernel_gets_one_head_for_each_of_the_keys():
     for there, parts in ((H200, 3), (H200._replace(multiprocessors=2), 1)):
         forward, *_ = tier.prepare_forward(p, type(x)(*map(Layout.of, inputs)), results, there).launches
         sizes, _ = forward.numbers
-        assert (sizes.group, sizes.items, sizes.parts) == (1, 3 * 2 * parts, parts)
+        assert (sizes.group, sizes.items, sizes.kv_splits) == (1, 3 * 2 * parts, parts)
 
 
 def test_o_in_any_order_has_the_same_kernel():

@@ -18,8 +18,8 @@ from test_sm90_host import backward_launches, layouts_of, problem
 
 from numba_flash.cuda.sm90.arguments import Sizes
 from numba_flash.cuda.sm90.backward.backward_tiles import BACKWARD_TILES, backward_tile
-from numba_flash.cuda.sm90.dq import prepare_turns, round_dq
-from numba_flash.cuda.sm90.dq.prepare_turns import mean_blocks, rounds
+from numba_flash.cuda.sm90.dq import prepare_dq_order, round_dq
+from numba_flash.cuda.sm90.dq.prepare_dq_order import mean_blocks, rounds
 from numba_flash.cuda.sm90.dq.round_dq import PARTS, Rounding
 from numba_flash.cuda.sm90.tiles import KEYS, SHARED_LIMIT
 
@@ -31,7 +31,7 @@ def rounded_by(p, tile, block: int, grid: int, upward: int = 0) -> list[Rounding
     """The tiles that a block of the grid writes down, one after the other."""
     blocks, memory = -(-p.nq // tile.block_m), {}
     lse2 = SimpleNamespace(shape=(*p.batch, p.hq, blocks * tile.block_m))
-    sizes = Sizes(0, -p.high, -p.low, columns=p.nq, parts=1, group=1, section=1, b0=p.batch[0], upward=upward)
+    sizes = Sizes(0, -p.high, -p.low, columns=p.nq, kv_splits=1, group=1, section=1, b0=p.batch[0], upward=upward)
     ptx = SimpleNamespace(
         load_shared=lambda address: memory[int(address)],
         store_shared=lambda address, value: memory.__setitem__(int(address), int(value)),
@@ -48,7 +48,7 @@ def rounded_by(p, tile, block: int, grid: int, upward: int = 0) -> list[Rounding
         for n in range(parts // (PARTS * tile.consumers)):
             rounding.begin_tile(0, np.uint32(block + n * grid), lse2, sizes, np.int32(p.nk))
             words = [read(0, word) for word in range(Rounding._fields.index("left"))]
-            found.append(Rounding(*words, left=0, turn=0, there=0))
+            found.append(Rounding(*words, left=0, item_n=0, there=0))
     return found
 
 
@@ -142,7 +142,7 @@ def test_sums_that_are_added_in_any_order_are_rounded_afterwards(monkeypatch):
     """Nobody counts who was there: the warp would wait for ever."""
     p = problem(**LIKE_MEASURED)
     assert len(backward_launches(p)) == 2
-    monkeypatch.setattr(prepare_turns, "ordered", lambda *_: False)
+    monkeypatch.setattr(prepare_dq_order, "ordered", lambda *_: False)
     assert len(backward_launches(p)) == 3
 
 
@@ -153,7 +153,7 @@ def test_either_bound_matters(bound, monkeypatch):
     many = problem(d=64, nq=4096, nk=4096, batch=(4,), hq=32, hk=32)
     assert not rounds(few, backward_tile(few))
     assert not rounds(many, backward_tile(many))
-    monkeypatch.setattr(prepare_turns, bound, {64: 0, 128: 0} if bound == "FEWEST_ROUNDED" else 32)
+    monkeypatch.setattr(prepare_dq_order, bound, {64: 0, 128: 0} if bound == "FEWEST_ROUNDED" else 32)
     assert rounds(few, backward_tile(few)) == (bound == "FEWEST_ROUNDED")
     assert rounds(many, backward_tile(many)) == (bound == "MOST_ROUNDED")
 

@@ -14,7 +14,7 @@ import numba_flash
 from numba_flash import reference
 from numba_flash.arguments.problem import bind
 from numba_flash.cuda.runtime import launch, tensor_maps
-from numba_flash.cuda.sm90.forward.forward_tiles import part_tile
+from numba_flash.cuda.sm90.forward.forward_tiles import kv_split_tile
 from numba_flash.cuda.work import grid
 
 NO_HOPPER = no_gpu("sm90")
@@ -165,8 +165,8 @@ def test_split_keys(cp, nq, lengths, d):
         k[b, :, length:], v[b, :, length:] = np.nan, np.nan
     for options in (given, given | {"causal": True}, given | {"causal": True, "q_start": 9000}):
         problem = bind(q, k, v, **options)
-        tile = part_tile(problem)
-        assert grid.parts(problem, tile.block_m, tile.block_n, launch.gpu(0).multiprocessors) > 1
+        tile = kv_split_tile(problem)
+        assert grid.kv_splits(problem, tile.block_m, tile.block_n, launch.gpu(0).multiprocessors) > 1
         o, lse = forward(q, k, v, return_lse=True, out=nan(cp, q.shape), **options)
         verify(cp, o, lse, dense(cp, q, k, v, **options), v, str(options))
         assert bits(cp, forward(q, k, v, **options)) == bits(cp, o)

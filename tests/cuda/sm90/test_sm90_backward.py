@@ -26,7 +26,7 @@ import numba_flash
 from numba_flash import call
 from numba_flash.cuda.runtime import launch
 from numba_flash.cuda.sm90.backward import prepare_backward, prepare_temporaries
-from numba_flash.cuda.sm90.dq import prepare_turns
+from numba_flash.cuda.sm90.dq import prepare_dq_order
 
 NO_HOPPER = no_gpu("sm90")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_HOPPER is not None, reason=f"sm90 cannot run: {NO_HOPPER}")]
@@ -62,7 +62,7 @@ def test_random_problems(cp, chunk, monkeypatch):
         rng = np.random.default_rng((30, number))
         for limit in ("WORKSPACE", "MOST_WORKSPACE"):
             monkeypatch.setattr(prepare_temporaries, limit, 2**30 if number // CHUNKS % 2 else 2**20)
-        monkeypatch.setattr(prepare_turns, "MANY_PACKED", 1)
+        monkeypatch.setattr(prepare_dq_order, "MANY_PACKED", 1)
         monkeypatch.setattr(launch, "gpu", gpu if number // CHUNKS % 3 else lambda device: gpu(device)._replace(multiprocessors=3))
         check = check_packed if kind == "packed" else check_dense
         check(cp, rng, kind, dtype, dims, number // CHUNKS % 3 > 0 if kind in ("plain", "softcap") else chunk % 2 == 0, f"problem {number}")
@@ -126,20 +126,20 @@ def test_fifty_runs_give_the_same_bits(cp, q_shape, k_shape, options):
     verify_gradients(cp, backward(do, q, k, v, o, lse, **options), dense_gradients(cp, do, q, k, v, **options), "after all of them")
 
 
-SWINGS = {
+SERPENTINE = {
     "128, of six, six and four blocks": ((2, 16, 1900, 128), (2, 2, 2000, 128), {"causal": True}, 6),
     "64, four of three blocks": ((1, 32, 700, 64), (1, 2, 1500, 64), {"causal": True, "q_start": 500}, 3),
 }
 
 
-@pytest.mark.parametrize(("q_shape", "k_shape", "options", "multiprocessors"), SWINGS.values(), ids=SWINGS)
+@pytest.mark.parametrize(("q_shape", "k_shape", "options", "multiprocessors"), SERPENTINE.values(), ids=SERPENTINE)
 def test_fifty_runs_in_swings_give_the_same_bits(cp, q_shape, k_shape, options, multiprocessors, monkeypatch):
     """On a part of the GPU that is smaller than a head, so that there is more than one swing, and some go upward."""
-    gpu, way, ways = launch.gpu, prepare_turns.way, []
+    gpu, way, ways = launch.gpu, prepare_dq_order.way, []
     monkeypatch.setattr(launch, "gpu", lambda device: gpu(device)._replace(multiprocessors=multiprocessors))
-    monkeypatch.setattr(prepare_turns, "way", lambda *given: ways.append(way(*given)) or ways[-1])
+    monkeypatch.setattr(prepare_dq_order, "way", lambda *given: ways.append(way(*given)) or ways[-1])
     test_fifty_runs_give_the_same_bits(cp, q_shape, k_shape, options)
-    assert {each.swing for each in ways} == {multiprocessors}
+    assert {each.serpentine for each in ways} == {multiprocessors}
 
 
 ROUNDED = {
@@ -164,7 +164,7 @@ def test_the_main_kernel_rounds_dq_to_the_same_bits(cp, q_shape, k_shape, dtype,
     results = []
     for rounds in (False, True):
         asked = []
-        monkeypatch.setattr(prepare_turns, "rounds", lambda *_, rounds=rounds, asked=asked: asked.append(rounds) or rounds)
+        monkeypatch.setattr(prepare_dq_order, "rounds", lambda *_, rounds=rounds, asked=asked: asked.append(rounds) or rounds)
         monkeypatch.setattr(call, "_prepared", {})
         for _ in range(30 if rounds else 1):
             out = tuple(nan(cp, x.shape, dtype, layout) for x in (q, k, v))
@@ -176,8 +176,8 @@ def test_the_main_kernel_rounds_dq_to_the_same_bits(cp, q_shape, k_shape, dtype,
 
 def test_a_captured_call_rounds_dq_in_each_run(cp, monkeypatch):
     """It begins with flags that the graph clears, whatever is in them."""
-    rounds, chosen = prepare_turns.rounds, []
-    monkeypatch.setattr(prepare_turns, "rounds", lambda *given: chosen.append(rounds(*given)) or chosen[-1])
+    rounds, chosen = prepare_dq_order.rounds, []
+    monkeypatch.setattr(prepare_dq_order, "rounds", lambda *given: chosen.append(rounds(*given)) or chosen[-1])
     q, k, v, do = (normal(cp, 9, 32, 512, 64, seed=i) for i in range(4))
     o, lse = forward(q, k, v, causal=True)
     expected = backward(do, q, k, v, o, lse, causal=True)

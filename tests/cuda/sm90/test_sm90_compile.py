@@ -129,7 +129,7 @@ def check_resources_of_float32(name: str, kernel: Kernel) -> None:
     """The same; rings hold both planes."""
     config = config_of(kernel)
     d, dv, tile = config.d, config.dv, config.tile
-    width = padded if kernel.builder == "sm90.fp16x2.forward_split.build" else tile.width
+    width = padded if kernel.builder == "sm90.fp16x2.forward_planes.build" else tile.width
     fits(name, kernel, tile.layout(width(d), width(dv)).bytes)
 
 
@@ -217,7 +217,7 @@ def check_gradients_where_a_bias_is_kept(_, kernel: Kernel) -> None:
     names, steps = first_parts(found), -(-d // 16) - (-dv // 16)
     assert {"HGMMA", "UTMALDG", "USETMAXREG", "SYNCS"} <= names
     assert not names & {"HMMA", "ATOMG", "REDG", "RED"}
-    of_keys = kernel.builder == "sm90.resident_bias.dk_dv_kept.build"
+    of_keys = kernel.builder == "sm90.resident_bias.dk_dv_resident.build"
     assert ("UBLKCP" in names) == of_keys
     products = 2 * steps + 2 * (tile.queries // 16) if of_keys else 2 * (steps * (tile.chunks + 1) + 4 * tile.chunks)
     assert count(found, "HGMMA") == products

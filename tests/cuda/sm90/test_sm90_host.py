@@ -27,7 +27,7 @@ from numba_flash.cuda.score.fragment import runs_of_columns
 from numba_flash.cuda.score.swizzle import PANEL
 from numba_flash.cuda.sm90 import prepare_pairs, tier
 from numba_flash.cuda.sm90.arguments import BACKWARD_TILES, DbiasNote, Sizes, TileNote, scales
-from numba_flash.cuda.sm90.backward import prepare_backward_listed
+from numba_flash.cuda.sm90.backward import prepare_block_sparse
 from numba_flash.cuda.sm90.backward.backward_tiles import NOTE_BYTES, BackwardTile, backward_tile
 from numba_flash.cuda.sm90.backward.options_tiles import backward_options_tile
 from numba_flash.cuda.sm90.bias_gradient import prepare_dbias, resident_dbias
@@ -37,19 +37,19 @@ from numba_flash.cuda.sm90.config import NOTED
 from numba_flash.cuda.sm90.forward.forward_tiles import (
     COPYING,
     FORWARD_TILES,
-    PART_TILES,
-    KeptTile,
+    KV_SPLIT_TILES,
+    ResidentTile,
     forward_tile,
-    kept_tile,
+    kv_split_tile,
     options_tile,
-    part_tile,
+    resident_tile,
     words_held,
 )
 from numba_flash.cuda.sm90.rings import MBARRIER_BYTES, Buffer, Ring, Slots, lay_out
 from numba_flash.cuda.sm90.tiles import KEYS, OUTPUT_ROWS, SHARED_LIMIT, WORK_BYTES
 from numba_flash.cuda.work import broadcast, grid, schedule
 from numba_flash.cuda.work.prepare_tile_lists import Extras as ListExtras
-from numba_flash.cuda.work.prepare_tile_lists import Tiles
+from numba_flash.cuda.work.prepare_tile_lists import TileShape
 from numba_flash.cuda.work.prepare_tile_lists import choose as choose_tile
 from numba_flash.plan import choose
 
@@ -441,7 +441,7 @@ def test_every_problem_has_a_tile_that_fits(nk, causal):
     base = problem(nq=nk, nk=nk, causal=causal)
     for d, dv in itertools.product(HEAD_DIMS, HEAD_DIMS):
         p = replace(base, d=d, dv=dv)
-        for tile in (forward_tile(p), part_tile(p)):
+        for tile in (forward_tile(p), kv_split_tile(p)):
             assert tile.layout(d, dv).bytes <= SHARED_LIMIT, (d, dv, tile)
 
 
@@ -461,7 +461,7 @@ def test_addresses_and_size_follow_from_tables():
     assert {layout: 1}[lay_out(first, behind, columns=7)] == 1
 
 
-ALL_TILES = {(row.d, row.dv, row.tile) for row in (*itertools.chain(*FORWARD_TILES.values()), *PART_TILES)}
+ALL_TILES = {(row.d, row.dv, row.tile) for row in (*itertools.chain(*FORWARD_TILES.values()), *KV_SPLIT_TILES)}
 
 
 @pytest.mark.parametrize(("d", "dv", "tile"), sorted(ALL_TILES, key=repr))
@@ -502,7 +502,7 @@ def test_lists_have_a_place_for_every_tile(nq, nk, transposed):
     p = problem(nq=nq, nk=nk, mask=np.broadcast_to(True, (nq, nk)))
     rows, columns = math.ceil(nq / 64), math.ceil(nk / 96)
     blocks, across = (columns, rows) if transposed else (rows, columns)
-    made = ListExtras(p, H200, inputs_of(p)._replace(mask=mask), Tiles(64, 96, transposed=transposed, share=1, queue=True)).made
+    made = ListExtras(p, H200, inputs_of(p)._replace(mask=mask), TileShape(64, 96, transposed=transposed, share=1, queue=True)).made
     assert made.tiles.shape[3:] == (blocks, 1 + across)
     assert (made.bits.shape[3], made.bits.shape[4] % 2, 32 * made.bits.shape[4] >= across) == (blocks, 0, True)
     assert (made.order.shape[3:], made.queue.shape[3:]) == ((blocks + 1, rows), (1, blocks + 1))
@@ -523,7 +523,7 @@ def test_what_the_band_hides(seed):
 
 
 def test_keys_are_split_where_there_are_few_row_blocks():
-    parts = lambda p: grid.parts(p, 128, 128, H200.multiprocessors)
+    parts = lambda p: grid.kv_splits(p, 128, 128, H200.multiprocessors)
     long = problem(nq=1, nk=2**17, batch=(), hq=1)
     assert parts(long) == 132
     assert parts(replace(long, hq=66)) == 2
@@ -566,11 +566,11 @@ def test_there_are_as_many_work_items_as_row_blocks(calls, nq, nk, options, d):
     (config,) = forward.config
     store, tile = config.store, config.tile
     sizes, _ = forward.numbers
-    assert sizes.items == sizes.parts * 2 * -(-nq // tile.block_m)
+    assert sizes.items == sizes.kv_splits * 2 * -(-nq // tile.block_m)
     assert (sizes.low, sizes.high, sizes.columns, sizes.group, sizes.b0) == (p.low, p.high, nk, 1, 1)
     assert sizes.section >= 1
     assert forward.grid == min(sizes.items, H200.multiprocessors)
-    assert (store == "parts") == (sizes.parts > 1) == bool(combine)
+    assert (store == "kv_splits") == (sizes.kv_splits > 1) == bool(combine)
     assert len(forward.maps) == (4 if store == "map" else 3)
     assert [each for each, *_ in calls] == [*prepared.launches]
     for each, operands, extras in calls:
@@ -722,7 +722,7 @@ def test_gradients_under_blocks_within_which_tiles_lie_read_nothing_of_the_mask(
         prepared = tier.prepare_backward(p, inputs, BackwardResults(q, k, v), deterministic, H200)
         lists, *order, preprocess, main, postprocess = prepared.launches
         options, tile = main.config[0].options, main.config[0].tile
-        assert options == replace(p.options.structure, mask=not fits, listed=fits, blocks=None if fits else p.options.blocks)
+        assert options == replace(p.options.structure, mask=not fits, block_sparse=fits, blocks=None if fits else p.options.blocks)
         assert tile == backward_options_tile(replace(p, options=options))  # rows of the bias do not lie at multiples of 16 bytes
         assert (tile.part == tile.block_m // 2) == fits
         assert lists.builder == "work.block_lists.build"
@@ -768,7 +768,7 @@ def test_blocks_alone_are_served_by_kernels_without_options(d, options, plain):
 def test_sections_of_slots(nq, hq, hk, whole, sections):
     """Memory holds a section and a work item more, or all tiles; each section has two launches, and counters of its own."""
     p = problem(nq=nq, nk=nq, d=128, hq=hq, hk=hk, mask=numba_flash.BlockMask(np.ones((1, 1), bool), 128))
-    slots, rows = prepare_backward_listed.slots_of(p), -(-nq // 128)
+    slots, rows = prepare_block_sparse.slots_of(p), -(-nq // 128)
     assert slots == (whole, min(math.prod(p.batch) * hq * rows**2, whole + hq // hk * rows), sections)
     q, k, v, o = layouts_of(p)
     inputs = BackwardInputs(o, q, k, v, o, Layout.compact(q.shape[:-1], "float32"), mask=Layout.compact((1, 1), "bool"))
@@ -783,7 +783,7 @@ def test_sections_of_slots(nq, hq, hk, whole, sections):
     assert ds.shape[3:] == (slots.room, 128 * 128 // 2)
     assert dq_sum.shape[4] == (128 * 128 if sections > 1 else 0)
     for each in (main, sum_dq):
-        assert (each.numbers[0].parts, each.numbers[0].blocks) == (sections, slots.room)
+        assert (each.numbers[0].kv_splits, each.numbers[0].blocks) == (sections, slots.room)
     assert preprocess.config[0].block_m == 128
 
 
@@ -1020,12 +1020,12 @@ def test_every_work_item_is_visited_once(monkeypatch, seed, banded, split):
     items = b0 * b1 * heads * blocks * parts
     blocks_at_work = int(rng.integers(1, items + 1))
     item = schedule.build_item(PLAIN, banded, split, block_m, block_n).py_func
-    shape, sizes = (b0 * parts, b1, heads, nq), Sizes(items, low, high, columns=nk, parts=parts, group=1, section=section, b0=b0)
+    shape, sizes = (b0 * parts, b1, heads, nq), Sizes(items, low, high, columns=nk, kv_splits=parts, group=1, section=section, b0=b0)
     seen, tiles = set(), {}
     for _, _, it in items_of_blocks(monkeypatch, item, blocks_at_work, items, (shape, (), sizes)):
         at = tuple(map(int, it[:4]))
-        assert (*at, int(it.part)) not in seen
-        seen.add((*at, int(it.part)))
+        assert (*at, int(it.kv_split)) not in seen
+        seen.add((*at, int(it.kv_split)))
         assert (it.rows_begin, it.rows, it.columns_begin) == (0, nq, 0)
         assert it.count >= 1
         assert it.columns == nk or (it.columns, it.count) == (0, 1)
@@ -1054,7 +1054,7 @@ def test_every_block_of_packed_sequences_is_visited_once(monkeypatch, seed):
     total, keys_in_all = int(q_offsets[-1]), int(k_offsets[-1])
     options = Options(q_lengths="int64", kv_lengths="int64", packed=True, follows=True)
     items, blocks_at_work = (total // block_m + sequences) * heads, int(rng.integers(1, 9))
-    sizes, seen = Sizes(items, -total, keys_in_all, columns=keys_in_all, parts=1, group=1, section=1, b0=1), set()
+    sizes, seen = Sizes(items, -total, keys_in_all, columns=keys_in_all, kv_splits=1, group=1, section=1, b0=1), set()
     extras = build_extras(options)(ForwardInputs(None, None, None, q_lengths=q_offsets, kv_lengths=k_offsets))
     with on_host():
         item = schedule.build_item(options, False, False, block_m, block_n)
@@ -1108,21 +1108,21 @@ def test_a_bias_that_batch_elements_share_is_kept(given, options, kept):
     for dtype in ("float16", "float32"):
         o = ForwardResults(Layout.compact(x.shape, dtype), None)
         *_, forward = tier.prepare_forward(p, inputs, o, gpu=H200).launches
-        assert (forward.builder == "sm90.resident_bias.forward_kept.build") == (kept and dtype == "float16")
+        assert (forward.builder == "sm90.resident_bias.forward_resident.build") == (kept and dtype == "float16")
 
 
 def test_a_bias_is_kept_as_float32_if_there_is_room():
     """Else in 16 bits, with as many slots as there is room for; in the end it is not kept. By three consumers in 16 bits, where they take
     no more rows.
     """
-    assert kept_tile(problem(nq=384, nk=384, bias=np.zeros(384, np.float16))) == KeptTile(192, 128, 3, 2, False)
-    assert kept_tile(problem(nq=150, nk=384, bias=np.zeros(384, np.float32))) == KeptTile(128, 192, 2, 1, True)
-    assert kept_tile(problem(nq=256, nk=384, bias=np.zeros(384, np.float16))) == KeptTile(128, 192, 2, 1, True)
-    of = lambda nk, kind: kept_tile(problem(nk=nk, bias=np.zeros(nk, kind)))
-    assert of(384, "float16") == KeptTile(128, 192, 2, 1, True)
-    assert of(256, "float32") == KeptTile(128, 128, 2, 2, True)
+    assert resident_tile(problem(nq=384, nk=384, bias=np.zeros(384, np.float16))) == ResidentTile(192, 128, 3, 2, False)
+    assert resident_tile(problem(nq=150, nk=384, bias=np.zeros(384, np.float32))) == ResidentTile(128, 192, 2, 1, True)
+    assert resident_tile(problem(nq=256, nk=384, bias=np.zeros(384, np.float16))) == ResidentTile(128, 192, 2, 1, True)
+    of = lambda nk, kind: resident_tile(problem(nk=nk, bias=np.zeros(nk, kind)))
+    assert of(384, "float16") == ResidentTile(128, 192, 2, 1, True)
+    assert of(256, "float32") == ResidentTile(128, 128, 2, 2, True)
     assert of(400, "float32") is None
-    assert of(768, "float16") == KeptTile(128, 192, 4, 1, False)
+    assert of(768, "float16") == ResidentTile(128, 192, 4, 1, False)
     assert of(800, "float16") is None
     for nk in range(1, 800):
         tile = of(nk, "float16")
@@ -1155,9 +1155,9 @@ def test_gradients_of_a_bias_that_batch_elements_share(shape, given, heads_kv, k
     layouts = BackwardInputs(*(each if each is None else Layout.of(each) for each in inputs))
     results = BackwardResults(layouts.q, layouts.k, layouts.v, layouts.bias)
     builders = [each.builder for each in tier.prepare_backward(p, layouts, results, gpu=H200).launches]
-    assert ("sm90.resident_bias.dq_dbias_kept.build" in builders and "sm90.resident_bias.dk_dv_kept.build" in builders) == kept
+    assert ("sm90.resident_bias.dq_dbias_resident.build" in builders and "sm90.resident_bias.dk_dv_resident.build" in builders) == kept
     again = [each.builder for each in tier.prepare_backward(p, layouts, results._replace(dbias=None), gpu=H200).launches]
-    assert "sm90.resident_bias.dq_dbias_kept.build" not in again
+    assert "sm90.resident_bias.dq_dbias_resident.build" not in again
 
 
 def test_tiles_of_gradients_of_a_bias_that_is_kept():

@@ -29,7 +29,7 @@ from numba_flash.arguments.pages import PagedInputs
 from numba_flash.arguments.problem import ForwardInputs, bind, bind_packed, bind_paged
 from numba_flash.call import plan
 from numba_flash.cpu import tier as cpu
-from numba_flash.cuda.passes import prepare_parts
+from numba_flash.cuda.passes import prepare_kv_splits
 from numba_flash.cuda.runtime import packing
 from numba_flash.cuda.runtime.launch import Gpu, Launch
 from numba_flash.cuda.work import prepare_lengths
@@ -129,7 +129,7 @@ def test_sections_get_what_they_were_prepared_for(backend, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parts_of_results_have_the_dtype_of_sums(dtype):
     x = np.zeros((2, 1, 3, 8), DTYPES[dtype])
-    found = prepare_parts.layouts(bind(x, x, x), 5)
+    found = prepare_kv_splits.layouts(bind(x, x, x), 5)
     sums = np.float64 if dtype == "float64" else np.float32
     assert [(each.shape, each.dtype) for each in found] == [((5, 2, 1, 3, 8), sums), ((5, 2, 1, 3), sums)]
 

@@ -23,7 +23,7 @@ import numba_flash
 from numba_flash import reference
 from numba_flash.cuda.sm80.backward import prepare_backward as prepare_backward_sm80
 from numba_flash.cuda.sm90.backward import prepare_temporaries
-from numba_flash.cuda.sm90.dq import prepare_turns
+from numba_flash.cuda.sm90.dq import prepare_dq_order
 
 pytestmark = pytest.mark.machine
 
@@ -538,7 +538,7 @@ def test_sums_of_dq_in_copies(copies, d, monkeypatch):
 )
 def test_packed_sequences(backend, d, options, deterministic, monkeypatch):
     """Sequences of any length, one of them empty, beside each other; each as if it were alone."""
-    monkeypatch.setattr(prepare_turns, "MANY_PACKED", 1)
+    monkeypatch.setattr(prepare_dq_order, "MANY_PACKED", 1)
     q_offsets, k_offsets = np.array([0, 70, 70, 199, 230]), np.array([0, 50, 120, 250, 251])
     rng = np.random.default_rng(2)
     draw = lambda n, heads: rng.standard_normal((n, heads, d)).astype(np.float16)
@@ -606,8 +606,8 @@ UPWARD = {
 }
 
 
-FEWEST = {"UPWARD": (1000, 1000), "DOWNWARD": (0, 1000), "SWINGS": (0, 0)}  # UPWARD_DIMS and SWING_DIMS
-IN_EACH_ORDER = [(name, order) for name in UPWARD for order in FEWEST if order != "SWINGS" or "window" not in name]
+FEWEST = {"UPWARD": (1000, 1000), "DOWNWARD": (0, 1000), "SERPENTINE": (0, 0)}  # UPWARD_DIMS and SERPENTINE_DIMS
+IN_EACH_ORDER = [(name, order) for name in UPWARD for order in FEWEST if order != "SERPENTINE" or "window" not in name]
 
 
 @pytest.mark.full
@@ -617,10 +617,10 @@ def test_gradients_whose_blocks_of_keys_come_in_each_order(name, order, monkeypa
     blocks: the same bits, however many work.
     """
     dtype, d, options = UPWARD[name]
-    group, results, way, among = Group(SM90, dtype, d, d, ()), [], prepare_turns.way, []
-    for name_of, fewest in zip(("UPWARD_DIMS", "SWING_DIMS"), FEWEST[order], strict=True):
-        monkeypatch.setattr(prepare_turns, name_of, fewest)
-    monkeypatch.setattr(prepare_turns, "way", lambda *given: among.append(way(*given)) or among[-1])
+    group, results, way, among = Group(SM90, dtype, d, d, ()), [], prepare_dq_order.way, []
+    for name_of, fewest in zip(("UPWARD_DIMS", "SERPENTINE_DIMS"), FEWEST[order], strict=True):
+        monkeypatch.setattr(prepare_dq_order, name_of, fewest)
+    monkeypatch.setattr(prepare_dq_order, "way", lambda *given: among.append(way(*given)) or among[-1])
     arrays = random_inputs(batch=(2,), hq=2, hk=1, nq=200, nk=280, d=d, dtype=dtype)
     for resident in (None, 1):
         with machine(len(results), multiprocessors=2, resident=resident):
@@ -629,7 +629,7 @@ def test_gradients_whose_blocks_of_keys_come_in_each_order(name, order, monkeypa
     assert all(same_bits(x, results[1][name]) for name, x in results[0].items())
     assert among
     for given in among:
-        assert (given.upward > 0, given.swing) == (order == "UPWARD", 2 if order == "SWINGS" else 0)
+        assert (given.upward > 0, given.swing) == (order == "UPWARD", 2 if order == "SERPENTINE" else 0)
 
 
 @pytest.mark.full

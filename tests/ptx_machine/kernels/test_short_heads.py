@@ -15,7 +15,7 @@ from support import gradients_promised as promised
 import numba_flash
 from numba_flash import reference
 from numba_flash.cuda.runtime.launch import Launch
-from numba_flash.cuda.sm80.short_heads import head_tiles
+from numba_flash.cuda.sm80.short_heads import short_head_tiles
 
 pytestmark = [pytest.mark.full, pytest.mark.machine]
 
@@ -60,7 +60,7 @@ def gradients(arrays: dict, backend: str, o, lse):
 @pytest.mark.parametrize("name", HEADS_OF_OTHERS)
 def test_heads_whose_planes_lack_digits_are_those_of_simt(name, monkeypatch):
     """Bit by bit; others are what they were."""
-    monkeypatch.setattr(head_tiles, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(short_head_tiles, "FEWEST_STEPS", 1)
     spoil, left = HEADS_OF_OTHERS[name]
     q, k, v, do = random_inputs(batch=(1,), hq=HEADS, hk=HEADS, nq=NQ, nk=NK, d=D)
     arrays = {"q": q, "k": k, "v": v, "do": do}
@@ -77,7 +77,7 @@ def test_heads_whose_planes_lack_digits_are_those_of_simt(name, monkeypatch):
 @pytest.mark.parametrize("kind", ["normal", "outliers of 10", "kelvin"])
 def test_errors_of_gradients_are_at_most_those_of_ieee_sums(kind, monkeypatch):
     """Also where a score is so large that it is off by more than its weight may be, as the lse is off by the same."""
-    monkeypatch.setattr(head_tiles, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(short_head_tiles, "FEWEST_STEPS", 1)
     built, launched = set(), Launch.__call__
     monkeypatch.setattr(Launch, "__call__", lambda self, *operands, **more: (built.add(self.builder), launched(self, *operands, **more)))
     q, k, v, do = promised.inputs(kind, 128, D)
@@ -87,8 +87,8 @@ def test_errors_of_gradients_are_at_most_those_of_ieee_sums(kind, monkeypatch):
         o, lse = numba_flash.forward(q, k, v, bias=bias, backend="sm80", return_lse=True)
         found = numba_flash.backward(do, q, k, v, o, lse, bias=bias, bias_grad=True, backend="sm80")
     assert {
-        "sm80.short_heads.forward_head.build",
-        "sm80.bias_gradient.dk_dv_split.build",
-        "sm80.bias_gradient.dq_dbias_split.build",
+        "sm80.short_heads.forward_short_heads.build",
+        "sm80.bias_gradient.dk_dv_planes.build",
+        "sm80.bias_gradient.dq_dbias_planes.build",
     } <= built
     promised.check(kind, [x[0] for x in found[:3]], ieee, expected)

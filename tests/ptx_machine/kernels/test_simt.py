@@ -16,7 +16,7 @@ from support.naive import check
 import numba_flash
 from numba_flash.bench.cases import Cell
 from numba_flash.cuda.runtime.launch import Gpu
-from numba_flash.cuda.simt.few_tiles import TILES
+from numba_flash.cuda.simt.decode_tiles import TILES
 from numba_flash.warmup import kernels_of
 
 NQ, NK, D = 20, 37, 8

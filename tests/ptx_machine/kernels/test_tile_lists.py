@@ -16,7 +16,7 @@ from numba_flash.arguments.arrays import Layout
 from numba_flash.arguments.problem import ForwardInputs, bind
 from numba_flash.cuda.runtime.launch import Gpu
 from numba_flash.cuda.work import tile_lists
-from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles, own_axes
+from numba_flash.cuda.work.prepare_tile_lists import Extras, TileShape, own_axes
 from numba_flash.cuda.work.tile_lists import FIRST
 
 pytestmark = pytest.mark.machine
@@ -32,7 +32,7 @@ def drawn(*shape) -> np.ndarray:
     return (kinds == 2) | (kinds == 1) & (rng.random(shape) < 0.1)
 
 
-def made(tiles: Tiles, mask, nq: int, nk: int, **options):
+def made(tiles: TileShape, mask, nq: int, nk: int, **options):
     """What kernels get of a mask."""
     q, k = np.empty((BATCH, HEADS, nq, 8), np.float16), np.empty((BATCH, HEADS, nk, 8), np.float16)
     problem = bind(q, k, k, mask=mask, **options)
@@ -68,7 +68,7 @@ def test_lists_are_of_all_whose_tiles_may_differ(shape, lengths, expected):
     assert own_axes(problem, Layout.of(of_one)) == expected
 
 
-@pytest.mark.parametrize("tiles", [Tiles(16, 64, True, 2), Tiles(64, 128, True, queue=True), Tiles(128, 64)], ids=str)
+@pytest.mark.parametrize("tiles", [TileShape(16, 64, True, 2), TileShape(64, 128, True, queue=True), TileShape(128, 64)], ids=str)
 @pytest.mark.parametrize("of", ["pairs", "blocks"])
 def test_there_is_a_thread_for_all_that_is_made_of_a_mask(tiles, of):
     """A block or a warp for each list, a thread for each group of an order, a warp for each place of a queue; and hardly one more."""
@@ -130,7 +130,7 @@ def test_lists_and_their_order(name, transposed):
     mask, options = CASES[name]
     nq, nk = max(mask.shape[-2], 60 if mask.shape[-2] == 1 else 0), mask.shape[-1]
     block_m, block_n, share = 32, 32, 2
-    found = made(Tiles(block_m, block_n, transposed, share), mask, nq, nk, **options)
+    found = made(TileShape(block_m, block_n, transposed, share), mask, nq, nk, **options)
     seen = visible(mask, nq, nk, **options)
     some, every = (in_tiles(seen, block_m, block_n, of) for of in (np.any, np.all))
     listed, whole = np.zeros_like(some), np.zeros_like(some)
@@ -161,7 +161,7 @@ def test_a_queue_begins_with_the_longest_lists(heads, lengths):
     nq, nk = 1300, 160
     mask = BlockMask(np.random.default_rng(11).random((heads, -(-nq // 32), nk // 32)) < 0.4, 32)
     options = {"q_lengths": np.array([1300, 70])} if lengths else {}
-    found = made(Tiles(32, 32, queue=True), mask, nq, nk, **options)
+    found = made(TileShape(32, 32, queue=True), mask, nq, nk, **options)
     assert found["queue"][0, 0, 0, -1] == 0
     for counts, (queue,) in zip(found["tiles"][..., 0].reshape(-1, 41), found["queue"][..., :-1].reshape(-1, 1, 41), strict=True):
         np.testing.assert_array_equal(queue, np.argsort(-counts, kind="stable"))
@@ -186,7 +186,7 @@ BLOCKS = {
 }
 
 
-WANTED = {"lists": Tiles(32, 32), "order": Tiles(32, 64, True, 2), "bits": Tiles(32, 32, bits=True)}
+WANTED = {"lists": TileShape(32, 32), "order": TileShape(32, 64, True, 2), "bits": TileShape(32, 32, bits=True)}
 
 
 @pytest.mark.parametrize("of", named(WANTED, ("order",)))
@@ -212,7 +212,7 @@ def test_lists_made_of_blocks_are_those_of_pairs(name, of):
 @pytest.mark.full
 def test_bits_say_the_same_as_lists():
     mask = drawn(HEADS, 150, 1300)
-    found = made(Tiles(32, 32, bits=True), mask, 150, 1300)
+    found = made(TileShape(32, 32, bits=True), mask, 150, 1300)
     words = found["bits"]
     at = np.arange(-(-1300 // 32))
     seen, whole = ((words[..., kind::2][..., at // 32] >> (at % 32).astype(np.uint32)) & 1 == 1 for kind in (0, 1))

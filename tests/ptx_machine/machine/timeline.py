@@ -56,9 +56,9 @@ def names_of_mbarriers(tile, head_dim: int, head_dim_v: int, static_bytes: int) 
 
 
 def names_of_barriers(consumers: int) -> dict[int, str]:
-    """Number to name, as "turn 1": `pipeline.Barrier`, consumer."""
+    """Number to name, as "ping pong 1": `pipeline.Barrier`, consumer."""
     names = {int(pipeline.Barrier.BLOCK): "block", int(pipeline.Barrier.CONSUMERS): "consumers"}
-    for barrier in (pipeline.Barrier.TURN, pipeline.Barrier.WARP_GROUP):
+    for barrier in (pipeline.Barrier.PING_PONG, pipeline.Barrier.WARP_GROUP):
         names |= {barrier + consumer: f"{barrier.name.lower().replace('_', ' ')} {consumer}" for consumer in range(consumers)}
     return names
 

@@ -2,12 +2,12 @@
 
 from ptx_machine.mutants.anchors import Mutant
 
-UP, SWINGS, HEADS = "gradients, upward", "gradients, swings", "gradients, heads and a window"
+UP, SERPENTINE, HEADS = "gradients, upward", "gradients, swings", "gradients, heads and a window"
 
 MUTANTS = (
     # ---- who may touch which shared memory when
     Mutant("the phase before", "sm90 wait", "n // u32(ring.slots) + u32(before)", "n // u32(ring.slots)", "plain"),
-    Mutant("turns of one warp group", "await_turn", "2 * WARP_GROUP", "WARP_GROUP", "plain"),
+    Mutant("turns of one warp group", "await_ping_pong", "2 * WARP_GROUP", "WARP_GROUP", "plain"),
     Mutant("a named barrier of all warp groups", "meet_warp_group", "GROUP + consumer", "GROUP", "steep"),
     Mutant("a named barrier for too few", "meet_consumers", "consumers * WARP_GROUP", "WARP_GROUP", "gradients"),
     Mutant(
@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant(
         "work items overwritten",
         "write_work",
-        "pipeline.wait_free(smem, WORK, turn)\nif not QUEUED: ...\nelse: ...",
+        "pipeline.wait_free(smem, WORK, item_n)\nif not QUEUED: ...\nelse: ...",
         "if not QUEUED: ...\nelse: ...",
         "many items",
     ),
@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     # ---- work
     Mutant("a turn that skips an item", "zigzag", "blocks - 1", "blocks", "heads"),
-    Mutant("parts that leave out a tile", "item", "count + i32(sizes.parts) - 1", "count", "parts"),
+    Mutant("parts that leave out a tile", "item", "count + i32(sizes.kv_splits) - 1", "count", "parts"),
     Mutant("parts that weigh the same", "combine", "math.exp(lse_part - shift) * inverse", "inverse", "parts"),
     # ---- options
     Mutant("the bias of the row below", "read_run_inside", "u64(query_of(n)) * inside.row", "inside.row", "bias"),
@@ -168,7 +168,7 @@ MUTANTS = (
         "dropout",
     ),
     Mutant("V of another tile than K", "produce", "last - (t - 1)", "last - t", "tiles of a mask"),
-    Mutant("a list that nobody made", "listed_tiles", "count == 0", "count < 0", "tiles of a mask"),
+    Mutant("a list that nobody made", "sparse_tiles", "count == 0", "count < 0", "tiles of a mask"),
     Mutant("tiles after the first as whole", "following", "before.following.whole", "True", "tiles of a mask"),
     # ---- the host of the forward pass
     Mutant("the band upside down", "of_queries", "p.low", "-p.high", "window"),
@@ -200,7 +200,7 @@ MUTANTS = (
     Mutant(
         "what follows the last query",
         "wait_do",
-        "clear_do(smem, DO, n, rest_of(smem, turn, me, n, step), me)",
+        "clear_do(smem, DO, n, rest_of(smem, item_n, me, n, step), me)",
         "pass",
         "gradients, lengths",
     ),
@@ -218,7 +218,7 @@ MUTANTS = (
     Mutant(
         "claimed before the tiles are asked for",
         "next_number",
-        "pipeline.wait_ready(smem, FETCHED, u32(turn - u32(1)))",
+        "pipeline.wait_ready(smem, FETCHED, u32(item_n - u32(1)))",
         "pass",
         "gradients, claims",
     ),
@@ -283,27 +283,31 @@ MUTANTS = (
         "(number + 1) * block_m",
         "gradients, upward, more keys",
     ),
-    Mutant("swings, all downward", "goes_upward", "... % i32(2) == i32(1)", "... % i32(2) == i32(2)", SWINGS),
-    Mutant("swings, all with the first block first", "item", "sizes.swing > 0", "False", SWINGS),
+    Mutant("swings, all downward", "goes_upward", "... % i32(2) == i32(1)", "... % i32(2) == i32(2)", SERPENTINE),
+    Mutant("swings, all with the first block first", "item", "sizes.serpentine > 0", "False", SERPENTINE),
     Mutant(
         "swings, upward with the last block first",
-        "swing_block",
+        "serpentine_block",
         "number % types.uint32(2) == types.uint32(1)",
         "number % types.uint32(2) == types.uint32(2)",
-        SWINGS,
+        SERPENTINE,
     ),
     Mutant(
         "a last swing as long as the others",
-        "swing_block",
-        "min(types.uint32(begin + swing), blocks)",
-        "types.uint32(begin + swing)",
-        SWINGS,
+        "serpentine_block",
+        "min(types.uint32(begin + serpentine), blocks)",
+        "types.uint32(begin + serpentine)",
+        SERPENTINE,
     ),
-    Mutant("a swing that waits for later ones", "last_first_of", "keys = min(keys, i32(begin + swing * BLOCK_N))", "pass", SWINGS),
+    Mutant("a swing that waits for later ones", "last_first_of", "keys = min(keys, i32(begin + serpentine * BLOCK_N))", "pass", SERPENTINE),
     Mutant(
-        "a swing that does not wait for earlier ones", "last_first_of", "block // swing * swing * BLOCK_N", "block // swing * 0", SWINGS
+        "a swing that does not wait for earlier ones",
+        "last_first_of",
+        "block // serpentine * serpentine * BLOCK_N",
+        "block // serpentine * 0",
+        SERPENTINE,
     ),
-    Mutant("swings, in the order of none", "last_first_of", "upward == (swing > i32(0))", "not upward", SWINGS),
+    Mutant("swings, in the order of none", "last_first_of", "upward == (serpentine > i32(0))", "not upward", SERPENTINE),
     # ---- the backward loop with options
     Mutant("keys in their own order", "interleave", "place(row)", "row", "gradients, dropout"),
     Mutant("V beyond the last key", "interleave", "row < keys", "row < ROWS * 2", "gradients, dropout, lengths"),
@@ -325,8 +329,8 @@ MUTANTS = (
     Mutant(
         "the bias of the tile before",
         "consume",
-        "read_first(held, smem, turn, me, u32(n + u32(1)), ...)",
-        "read_first(held, smem, turn, me, n, ...)",
+        "read_first(held, smem, item_n, me, u32(n + u32(1)), ...)",
+        "read_first(held, smem, item_n, me, n, ...)",
         "gradients, bias of many queries",
     ),
     Mutant("dP of what was dropped", "sm90 ds_of", "dp if w > f32(0) else f32(0)", "dp", "gradients, dropout"),
@@ -415,8 +419,8 @@ MUTANTS = (
     Mutant(
         "a work item is read after its release",
         "sm90 finish",
-        "stage(maps[1], room, acc, factor, me, Place(0, row0, h, b1, b0))",
-        "stage(maps[1], room, acc, factor, me, Place(0, row0, pipeline.read(smem, WORK, turn, WORD.head), b1, b0))",
+        "stage(maps[1], room, acc, factor, me, TilePlace(0, row0, h, b1, b0))",
+        "stage(maps[1], room, acc, factor, me, TilePlace(0, row0, pipeline.read(smem, WORK, item_n, WORD.head), b1, b0))",
         "gradients, D136, items",
     ),
     Mutant(

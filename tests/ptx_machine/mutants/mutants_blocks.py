@@ -36,8 +36,8 @@ MUTANTS_BLOCKS = (
     Mutant(
         "b1 that nobody writes down",
         "build_write_work",
-        "(options.modifies_or_lists, options.listed)",
-        "(options.modifies_beyond_softcap, options.listed)",
+        "(options.modifies_or_lists, options.block_sparse)",
+        "(options.modifies_beyond_softcap, options.block_sparse)",
         "wgmma, blocks",
     ),
     Mutant("turns at sums of tiles that are hidden", "sm80 build_order", "options.tiled", "options.mask", "mma, gradients, blocks"),
@@ -94,7 +94,7 @@ MUTANTS_BLOCKS = (
     Mutant(
         "as many tiles as the band leaves",
         "sm90 begin_item",
-        "if LISTED: ...",
+        "if BLOCK_SPARSE: ...",
         "if False: ...",
         "gradients, many blocks",
     ),
@@ -112,7 +112,7 @@ MUTANTS_BLOCKS = (
         "slot",
         "gradients, blocks, sections",
     ),
-    Mutant("items that the other kernel has taken", "claim", "1 + kind * i32(sizes.parts)", "1", "gradients, blocks"),
+    Mutant("items that the other kernel has taken", "claim", "1 + kind * i32(sizes.kv_splits)", "1", "gradients, blocks"),
     Mutant(
         "items of a section to come",
         "in_section",

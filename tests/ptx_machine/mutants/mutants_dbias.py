@@ -24,7 +24,7 @@ MUTANTS_DBIAS = (
         "steps that nobody has read", "sm90 build", "CONSUMERS * WARP_GROUP + LOADERS", "CONSUMERS * WARP_GROUP", "bias gradient, causal"
     ),
     Mutant("no step between tiles", "store_run_inside", "part * PART_KEYS + key_of(n)", "key_of(n)", "bias gradient"),
-    Mutant("steps overwritten", "note_step", "pipeline.wait_free(smem, NOTES, turn)", "", "bias gradient, causal"),
+    Mutant("steps overwritten", "note_step", "pipeline.wait_free(smem, NOTES, item_n)", "", "bias gradient, causal"),
     Mutant("fewer bytes than come", "build_load_rows", "tile.block_m, BYTES", "tile.block_m", "bias gradient"),
     Mutant(
         "rows beyond the last of memory",
@@ -36,7 +36,9 @@ MUTANTS_DBIAS = (
     Mutant("sums over those of the tile before", "cuda store", "add_all(t); meet()", "add_all(t)", "bias gradient, keys"),
     # ---- the sum
     Mutant("a sum that goes on", "add_part consume", "zero(acc)", "", "bias gradient"),
-    Mutant("the bias of the first tile for all", "own_at exponents", "fetch_part(part, (w, next_at(w, x.turn)))", "pass", "bias gradient"),
+    Mutant(
+        "the bias of the first tile for all", "own_at exponents", "fetch_part(part, (w, next_at(w, x.item_n)))", "pass", "bias gradient"
+    ),
     Mutant("the bias of this tile again", "next_at", "NOTE.next_row0", "NOTE.row0", "bias gradient"),
     Mutant("the bias of no tile", "build_walk leave", "has_steps(x)", "True", "bias gradient, causal"),
     Mutant("the lse of the other query", "own_at exponents", "e // 2 % 2", "e % 2", "bias gradient"),

@@ -30,8 +30,16 @@ MUTANTS_PAGES = (
     Mutant("entries behind the last", "look_up", "u32(1) if i < stop else u32(0)", "u32(1)", "pages of 7"),
     # ---- pages that do not exist
     Mutant("a page that does not exist is read", "copy_chunk", "there and page < u32(x.pages.shape[0])", "there", "pages, one missing"),
-    Mutant("threads keep it to themselves", "forward_few finish", "cuda.syncthreads_or(missed) != 0", "missed != 0", "pages, one missing"),
-    Mutant("the first share for all parts", "missing", "cuda.threadIdx.x * parts + part", "cuda.threadIdx.x * parts", "pages, one missing"),
+    Mutant(
+        "threads keep it to themselves", "forward_decode finish", "cuda.syncthreads_or(missed) != 0", "missed != 0", "pages, one missing"
+    ),
+    Mutant(
+        "the first share for all parts",
+        "missing",
+        "cuda.threadIdx.x * kv_splits + part",
+        "cuda.threadIdx.x * kv_splits",
+        "pages, one missing",
+    ),
     Mutant("the last page is not looked at", "missing", "used + (SIZE - 1)", "used", "pages, one missing"),
     Mutant("one page more", "missing", "page >= pages", "page > pages", "pages, one missing"),
 )

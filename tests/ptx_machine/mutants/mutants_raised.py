@@ -21,8 +21,8 @@ MUTANTS_RAISED = (
     Mutant(
         "weights of mma that are not raised",
         "sm80 build",
-        "RAISED_P if SPLIT else softmax.raised(..., LAZY)",
-        "RAISED_P if SPLIT else 0.0",
+        "RAISED_P if FP16X2 else softmax.raised(..., LAZY)",
+        "RAISED_P if FP16X2 else 0.0",
         f"{ENDS}, mma",
     ),
     Mutant(
@@ -44,8 +44,8 @@ MUTANTS_RAISED = (
     Mutant(
         "as far in mma with options as without",
         "sm80 build",
-        "RAISED_P if SPLIT else softmax.raised(..., LAZY)",
-        "RAISED_P if SPLIT else softmax.raised(..., softmax.LAZY)",
+        "RAISED_P if FP16X2 else softmax.raised(..., LAZY)",
+        "RAISED_P if FP16X2 else softmax.raised(..., softmax.LAZY)",
         f"{ENDS}, mma, bias",
     ),
     Mutant(
@@ -106,7 +106,7 @@ MUTANTS_RAISED = (
         "pack2(x[2 * j], x[2 * j + 1])",
         "few, gradients",
     ),
-    Mutant("dS of few raised as P", "backward_few", "pack(p, dpT)", "pack_raised(p, dpT)", "few, gradients"),
+    Mutant("dS of few raised as P", "backward_decode", "pack(p, dpT)", "pack_raised(p, dpT)", "few, gradients"),
     # ---- sections
     Mutant("random bits of the first section for all", "cuda drop", "at.batch + i32(parameters.first_batch)", "at.batch", DROPPED),
     Mutant("a score_mod of the first section for all", "bend", "i32(at.batch) + i32(parameters.first_batch)", "at.batch", BY_BATCH),

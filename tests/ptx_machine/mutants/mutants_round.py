@@ -23,12 +23,12 @@ MUTANTS_ROUND = (
     Mutant(
         "claims that wait for a tile of dQ",
         "may_claim",
-        "pipeline.is_ready(smem, FETCHED, u32(turn - u32(1)))",
-        "i32(0) * pipeline.is_ready(smem, FETCHED, u32(turn - u32(1)))",
+        "pipeline.is_ready(smem, FETCHED, u32(item_n - u32(1)))",
+        "i32(0) * pipeline.is_ready(smem, FETCHED, u32(item_n - u32(1)))",
         UPWARD,
     ),
     # ---- which tile, and where it goes
-    Mutant("rounded again while there is work", "may_claim", "turn != u32(0), read(smem, WORD.left) != i32(0)", "turn != u32(0)", FEW),
+    Mutant("rounded again while there is work", "may_claim", "item_n != u32(0), read(smem, WORD.left) != i32(0)", "item_n != u32(0)", FEW),
     Mutant("fewer tiles than there are", "sm90 parts", "tiles + u32(grid - u32(1))", "tiles", ROUNDED),
     Mutant("a block's tiles beside each other", "sm90 next_tile", "cuda.gridDim.x", "1", ROUNDED),
     Mutant("a head for every tile", "begin_tile", "u32(pair - u32(b * heads))", "pair", D128),
@@ -56,5 +56,5 @@ MUTANTS_ROUND = (
     # ---- what it is
     Mutant("dQ that is rounded without its scale", "round_rows", "x[0] * scale", "x[0]", ROUNDED),
     Mutant("rows of fragments exchanged", "round_rows", "pack2(x[2] * scale, x[3] * scale)", "pack2(x[3] * scale, x[2] * scale)", ROUNDED),
-    Mutant("the same work item again", "write_and_round", "read(smem, WORD.turn) + i32(1)", "read(smem, WORD.turn)", ROUNDED),
+    Mutant("the same work item again", "write_and_round", "read(smem, WORD.item_n) + i32(1)", "read(smem, WORD.item_n)", ROUNDED),
 )

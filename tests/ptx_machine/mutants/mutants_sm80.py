@@ -59,7 +59,7 @@ MUTANTS_SM80 = (
         "(low, high)",
         "mma, causal lengths",
     ),
-    Mutant("parts that leave out a tile of keys", "forward_sm80 tiles_of", "count + parts - 1", "count", "mma, parts"),
+    Mutant("parts that leave out a tile of keys", "forward_sm80 tiles_of", "count + kv_splits - 1", "count", "mma, parts"),
     # ---- options
     Mutant("a bias beyond its end", "build_read read_run", "i < x.rows and j < x.cols", "j < x.cols", "mma, bias"),
     Mutant("the mask of another key", "change", "x % 4 * 8", "x % 2 * 8", "mma, mask and dropout"),
@@ -93,14 +93,14 @@ MUTANTS_SM80 = (
     Mutant(
         "the tile after the next",
         "forward_sm80",
-        "scores(...); ...\nif MASKED: following, next_whole = listed(seen, i32(first + count - 1)); ...",
-        "scores(...); ...\nif MASKED: following, next_whole = listed(seen, i32(first + count - 2)); ...",
+        "scores(...); ...\nif MASKED: following, next_whole = entry_of(seen, i32(first + count - 1)); ...",
+        "scores(...); ...\nif MASKED: following, next_whole = entry_of(seen, i32(first + count - 2)); ...",
         "mma, tiles of a mask",
     ),
     Mutant(
         "a turn that another tile of the group ends",
         "sum_under_mask",
-        "following.begins or following.left < 0",
+        "following.begins or following.tiles_left < 0",
         "following.begins",
         "mma, gradients, tiles of a mask",
     ),
@@ -158,7 +158,7 @@ MUTANTS_SM80 = (
     ),
     Mutant(
         "gradients of heads that are not flagged",
-        "is_left",
+        "is_fallback",
         "extras.flags[..., index(at.head)] != 0",
         "extras.flags[..., index(at.head)] == 0",
         "split, gradients, a NaN",

@@ -24,9 +24,9 @@ from numba_flash import call, reference, sections
 from numba_flash.cuda.runtime import compile, compiler
 from numba_flash.cuda.score import prepare_relative
 from numba_flash.cuda.sm80.backward import prepare_backward as prepare_backward_sm80
-from numba_flash.cuda.sm90.backward import prepare_backward, prepare_backward_listed, prepare_temporaries
+from numba_flash.cuda.sm90.backward import prepare_backward, prepare_block_sparse, prepare_temporaries
 from numba_flash.cuda.sm90.backward.options_tiles import DQ_TILE
-from numba_flash.cuda.sm90.dq import prepare_turns
+from numba_flash.cuda.sm90.dq import prepare_dq_order
 from ptx_machine.machine.machine import Machine
 from ptx_machine.machine.memory import Fault
 from ptx_machine.problems import kernels
@@ -403,24 +403,24 @@ PROBLEMS |= {
 }
 PROBLEMS["few, heads"] = few(nq=1, nk=100, hq=4, hk=2, batch=2)
 PROBLEMS["few, parts, D128"] = few(d=128, nk=900, hq=2, multiprocessors=8, capability=kernels.HOPPER)
-few_gradients = partial(Problem, backward_pass, nq=5, nk=530, hq=3, tier="sm80", multiprocessors=3)
+is_decode_gradient = partial(Problem, backward_pass, nq=5, nk=530, hq=3, tier="sm80", multiprocessors=3)
 PROBLEMS |= {
-    "few, gradients": few_gradients(hq=6, hk=2, capability=(9, 0)),
-    "few, gradients, short": few_gradients(nk=520, hq=1, multiprocessors=8, capability=(9, 0)),  # a tile or two for a block
-    "few, gradients, causal": few_gradients(nq=13, hq=2, capability=(8, 0), options={"causal": True}),
-    "few, gradients, window": few_gradients(nq=2, nk=600, hq=4, capability=(9, 0), options={"window": (150, 2), "q_start": 300}),
-    "few, gradients, lengths": few_gradients(
+    "few, gradients": is_decode_gradient(hq=6, hk=2, capability=(9, 0)),
+    "few, gradients, short": is_decode_gradient(nk=520, hq=1, multiprocessors=8, capability=(9, 0)),  # a tile or two for a block
+    "few, gradients, causal": is_decode_gradient(nq=13, hq=2, capability=(8, 0), options={"causal": True}),
+    "few, gradients, window": is_decode_gradient(nq=2, nk=600, hq=4, capability=(9, 0), options={"window": (150, 2), "q_start": 300}),
+    "few, gradients, lengths": is_decode_gradient(
         batch=2, capability=(9, 0), options={"q_lengths": np.array([5, 2]), "kv_lengths": np.array([530, 70])}
     ),
 }
-few_lanes = partial(Problem, forward_pass, nq=1, nk=600, hq=8, tier="simt", dtype="float32", capability=(8, 0))
+decode_lanes = partial(Problem, forward_pass, nq=1, nk=600, hq=8, tier="simt", dtype="float32", capability=(8, 0))
 PROBLEMS |= {
-    "lanes": few_lanes(hq=16, hk=2, d=128, options=STEEP),
-    "lanes, short": few_lanes(nk=530, hq=4, multiprocessors=8),  # a block has a step or two
-    "lanes, causal": few_lanes(nq=3, hq=4, hk=2, d=40, options={"causal": True}),
-    "lanes, window": few_lanes(nq=2, hq=4, options={"window": (150, 2), "q_start": 300}),
-    "lanes, lengths": few_lanes(nq=2, hq=4, batch=2, options={"q_lengths": np.array([2, 1]), "kv_lengths": np.array([600, 77])}),
-    "lanes, float64": few_lanes(d=128, dtype="float64"),
+    "lanes": decode_lanes(hq=16, hk=2, d=128, options=STEEP),
+    "lanes, short": decode_lanes(nk=530, hq=4, multiprocessors=8),  # a block has a step or two
+    "lanes, causal": decode_lanes(nq=3, hq=4, hk=2, d=40, options={"causal": True}),
+    "lanes, window": decode_lanes(nq=2, hq=4, options={"window": (150, 2), "q_start": 300}),
+    "lanes, lengths": decode_lanes(nq=2, hq=4, batch=2, options={"q_lengths": np.array([2, 1]), "kv_lengths": np.array([600, 77])}),
+    "lanes, float64": decode_lanes(d=128, dtype="float64"),
 }
 # float32 heads whose keys all fit into shared memory; a bias that hides a column, all of a row, and some keys, or is so far below 0 that a
 # score of 0 has no finite weight.
@@ -495,8 +495,8 @@ def run(problem: Problem, seed: int) -> None:
     prepare_temporaries.WORKSPACE, prepare_temporaries.MOST_WORKSPACE, prepare_temporaries.FEWEST_BLOCKS = 0, 0, p.key_blocks
     prepare_relative.FEWEST = 0 if p.relative else prepare_relative.FEWEST
     if p.rounds:
-        prepare_backward.MOST_ITEMS_EARLY, prepare_turns.rounds = 0, lambda *_: True
-    prepare_backward_listed.WORKSPACE = p.slots * DQ_TILE.ds_bytes
+        prepare_backward.MOST_ITEMS_EARLY, prepare_dq_order.rounds = 0, lambda *_: True
+    prepare_block_sparse.WORKSPACE = p.slots * DQ_TILE.ds_bytes
     p.run(p.tier, arrays, seed, p.multiprocessors, p.resident, p.capability, **p.options)
 
 

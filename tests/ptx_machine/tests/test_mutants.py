@@ -23,15 +23,15 @@ from ptx_machine.mutants.mutants_bias import MUTANTS_BIAS
 from ptx_machine.mutants.mutants_blocks import MUTANTS_BLOCKS
 from ptx_machine.mutants.mutants_dbias import MUTANTS_DBIAS
 from ptx_machine.mutants.mutants_dbias_rows import MUTANTS_DBIAS_ROWS
-from ptx_machine.mutants.mutants_few import MUTANTS_FEW
-from ptx_machine.mutants.mutants_head import MUTANTS_HEAD
-from ptx_machine.mutants.mutants_kept import MUTANTS_KEPT
+from ptx_machine.mutants.mutants_decode import MUTANTS_DECODE
 from ptx_machine.mutants.mutants_pages import MUTANTS_PAGES
+from ptx_machine.mutants.mutants_planes import MUTANTS_PLANES
 from ptx_machine.mutants.mutants_raised import MUTANTS_RAISED
 from ptx_machine.mutants.mutants_relative import MUTANTS_RELATIVE
+from ptx_machine.mutants.mutants_resident import MUTANTS_RESIDENT
 from ptx_machine.mutants.mutants_round import MUTANTS_ROUND
+from ptx_machine.mutants.mutants_short_heads import MUTANTS_SHORT_HEADS
 from ptx_machine.mutants.mutants_sm80 import MUTANTS_SM80
-from ptx_machine.mutants.mutants_split import MUTANTS_SPLIT
 from ptx_machine.mutants.mutants_wide import MUTANTS_WIDE
 from ptx_machine.problems.problems import CAUGHT, PROBLEMS
 
@@ -40,16 +40,16 @@ from numba_flash.files import fingerprint
 PACKAGE = ROOT / "numba_flash"
 ALL = (
     *MUTANTS,
-    *MUTANTS_SPLIT,
+    *MUTANTS_PLANES,
     *MUTANTS_SM80,
-    *MUTANTS_FEW,
+    *MUTANTS_DECODE,
     *MUTANTS_PAGES,
     *MUTANTS_BLOCKS,
     *MUTANTS_DBIAS,
     *MUTANTS_DBIAS_ROWS,
     *MUTANTS_BIAS,
-    *MUTANTS_HEAD,
-    *MUTANTS_KEPT,
+    *MUTANTS_SHORT_HEADS,
+    *MUTANTS_RESIDENT,
     *MUTANTS_RELATIVE,
     *MUTANTS_ROUND,
     *MUTANTS_WIDE,

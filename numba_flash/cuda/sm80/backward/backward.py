@@ -65,7 +65,7 @@ def build(config: BackwardConfig):
     MASKED, AHEAD = options.tiled, bool(options.bias) and D + DV <= ROOM
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
-    begin, first_tile, next_tile, left, load_keys, load_tile = loads
+    begin, first_tile, next_tile, tiles_left, load_keys, load_tile = loads
     kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
     v_dot_from = products.build_nt_from(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V)
@@ -113,7 +113,7 @@ def build(config: BackwardConfig):
         v_warp = u32(smem + u32(V) + u32(warp * WARP_KEYS * PITCH_V))
         ds_warp = u32(ds + u32(warp * WARP_KEYS * PITCH_DS))
         key = i32(item.row0 + warp * WARP_KEYS + cuda.threadIdx.x % 32 // 4 * KEY_ROWS)
-        tiles, heads, batch1 = left(walk, item, sizes), q.shape[2], q.shape[1]
+        tiles, heads, batch1 = tiles_left(walk, item, sizes), q.shape[2], q.shape[1]
         this = sum_of(item, walk, walk, sizes, extras)
         done = this
         zero_k(dk_acc)
@@ -136,7 +136,7 @@ def build(config: BackwardConfig):
             walk = next_tile(here, item, rows, extras, sizes)
             done, this = this, sum_of(item, here, walk, sizes, extras)
             if MASKED:
-                tiles = i32(n + 1 + left(walk, item, sizes))
+                tiles = i32(n + 1 + tiles_left(walk, item, sizes))
             if STAGES > 1:
                 other = u32(slot ^ u32(1))
                 if n + 1 < tiles:

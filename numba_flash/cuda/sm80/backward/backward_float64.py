@@ -66,7 +66,7 @@ def build(config: BackwardConfig):
     OUTPUTS_K, OUTPUTS_V = KEYS_OUT * COLUMNS_K // 32, KEYS_OUT * COLUMNS_V // 32
     OUT_ROWS, PACKED, NAN = KEYS_OUT // 8, options.packed, math.nan
     loads = load_backward.build(shape, ordered, options, tile, place)
-    begin, first_tile, next_tile, left, load_keys, load_tile = loads
+    begin, first_tile, next_tile, tiles_left, load_keys, load_tile = loads
     k_qt = products.build_nt(KEYS // 16, COLUMNS, D, PITCH_K, tile.terms)
     v_dot = products.build_nt(KEYS // 16, COLUMNS, DV, PITCH_V, tile.terms)
     of_output = BLOCK_M, PITCH_K, tile.terms, PITCH_P
@@ -104,7 +104,7 @@ def build(config: BackwardConfig):
         item = begin(smem, flags, k.shape, extras, sizes)
         walk = first_tile(item, rows, extras, sizes)
         k_tile, p_tile, ds = u32(smem + u32(K)), u32(smem + u32(P)), u32(smem + u32(DS))
-        tiles = left(walk, item, sizes)
+        tiles = tiles_left(walk, item, sizes)
         this = sum_of(item, walk, walk, sizes, extras)
         zero_k(dk_acc)
         zero_v(dv_acc)
@@ -130,7 +130,7 @@ def build(config: BackwardConfig):
             if warp == LAST:
                 wait(flags, this)  # by the next barrier everybody has
             if MASKED:
-                tiles = i32(n + 1 + left(walk, item, sizes))
+                tiles = i32(n + 1 + tiles_left(walk, item, sizes))
             if STAGES > 1:
                 if n + 1 < tiles:
                     load_tile(smem, u32(slot ^ u32(1)), do, q, rows, item, walk)

@@ -41,7 +41,7 @@ def build(config: BackwardConfig):
     MASKED, LAST = options.tiled, tile.warps - 1
     place, key_of = fragment.build_key_rows(M_TILES)
     loads = load_backward.build(shape, ordered, options, tile, place)
-    begin, first_tile, next_tile, left, load_keys, load_tile = loads
+    begin, first_tile, next_tile, tiles_left, load_keys, load_tile = loads
     kind = products.Kind(dtype == "bfloat16", TURING)
     k_qt = products.build_nt(kind, M_TILES, COLUMNS, D, PITCH_K, PITCH_K, False)
     v_dot_from = products.build_nt_from(kind, M_TILES, COLUMNS, DV, PITCH_V, PITCH_V)
@@ -100,7 +100,7 @@ def build(config: BackwardConfig):
         ds_group = u32(ds + u32(group * GROUP_KEYS * PITCH_P))
         p_group = u32(smem + u32(P) + u32(group * GROUP_KEYS * PITCH_P))
         key = i32(item.row0 + group * GROUP_KEYS + cuda.threadIdx.x % 32 // 4 * KEY_ROWS)
-        tiles, heads, batch1 = left(walk, item, sizes), q.shape[2], q.shape[1]
+        tiles, heads, batch1 = tiles_left(walk, item, sizes), q.shape[2], q.shape[1]
         this = sum_of(item, walk, walk, sizes, extras)
         zero_k(dk_acc)
         zero_v(dv_acc)
@@ -122,7 +122,7 @@ def build(config: BackwardConfig):
             if warp == LAST:
                 wait(flags, this)  # by the next barrier everybody has
             if MASKED:
-                tiles = i32(n + 1 + left(walk, item, sizes))
+                tiles = i32(n + 1 + tiles_left(walk, item, sizes))
             if STAGES > 1:
                 if n + 1 < tiles:
                     load_tile(smem, u32(slot ^ u32(1)), do, q, rows, item, walk)

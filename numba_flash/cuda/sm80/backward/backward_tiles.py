@@ -54,7 +54,7 @@ class BackwardTile:
         (`numba_flash.cuda.sm80.backward.backward_shared`).
     dq_parts : int
         A warp makes so many parts of its columns of dQ one after the other.
-    split : int
+    planes : int
         Of float32, how many numbers of 16 bits each has in its place.
     slots : bool
         Tiles of dS go to memory, and another kernel makes dQ of them (`DqTile`).
@@ -70,7 +70,7 @@ class BackwardTile:
     share: int = 4
     ways: int = 1
     dq_parts: int = 1
-    split: int = 0
+    planes: int = 0
     slots: bool = False
 
     @property
@@ -87,7 +87,7 @@ class BackwardTile:
         return -(-head_dim // unit) * unit
 
     def layout(self, d: int, dv: int) -> BackwardLayout:
-        planes = max(1, self.split)
+        planes = max(1, self.planes)
         pitch_k, pitch_v = pitch(planes * self.padded(d)), pitch(planes * self.padded(dv))
         pitch_ds = pitch(planes * self.block_m)
         p = self.block_n * pitch_ds
@@ -96,7 +96,7 @@ class BackwardTile:
             *(self.stages * self.block_m * pitch_k, self.stages * self.block_m * pitch_v),
             *((p, p) if self.ways > 1 else (self.stages * p, 0)),
             self.stages * 2 * 4 * self.block_m,
-            4 * self.warps * self.block_m // self.columns if self.split else 0,
+            4 * self.warps * self.block_m // self.columns if self.planes else 0,
         )
         starts = accumulate(sizes, initial=0)
         return BackwardLayout(*starts, pitch_k, pitch_v, pitch_ds)
@@ -168,7 +168,7 @@ BENT_BACKWARD_TILES = (
 )
 
 # Of float32, likewise. Rows of dQ of a warp are of one part of the scores.
-SPLIT_BACKWARD_TILES = (
+PLANES_BACKWARD_TILES = (
     # 76.1; BackwardTile(4, 1, 64, 32, (2, 2), 1, 3, 4) 71.5
     Row(32, 163 * KB, BackwardTile(4, 2, 64, 32, (2, 2), 1, 2, 4)),
     # 79.7; BackwardTile(4, 1, 32, 32, (2, 2), 1, 3, 4) 79.9
@@ -181,16 +181,16 @@ SPLIT_BACKWARD_TILES = (
 # Where options take the registers of the first. B = 384, H = 4, N = 384, D = 32 with a bias on an
 # H200: 1027 us, with 120 bytes spilled; two blocks of it 1229, of two tiles of keys, 16 queries at
 # a time, 1099.
-MODIFIED_SPLIT_BACKWARD_TILE = Row(32, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 3, 4))
+MODIFIED_PLANES_BACKWARD_TILE = Row(32, 163 * KB, BackwardTile(4, 1, 64, 32, (2, 2), 1, 3, 4))
 
 
 def backward_tile(problem, hardware: Hardware) -> BackwardTile:
     """The first that serves these head dimensions and fits."""
     if problem.dtype == "float32":
-        tiles = SPLIT_BACKWARD_TILES
+        tiles = PLANES_BACKWARD_TILES
         if problem.options.modifies:
-            tiles = (MODIFIED_SPLIT_BACKWARD_TILE, *tiles[1:])
+            tiles = (MODIFIED_PLANES_BACKWARD_TILE, *tiles[1:])
         tile = first(tiles, max(problem.d, problem.dv), hardware).tile
-        return replace(tile, split=planes_of(problem))
+        return replace(tile, planes=planes_of(problem))
     tiles = BENT_BACKWARD_TILES if problem.options.bends else BACKWARD_TILES
     return first(tiles, max(problem.d, problem.dv), hardware).tile

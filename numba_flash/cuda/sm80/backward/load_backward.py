@@ -11,7 +11,7 @@ from numba_flash.cuda.sm80.operands import load_float64
 from numba_flash.cuda.work import schedule, tile_lists
 
 
-class Walk(NamedTuple):
+class QueryTile(NamedTuple):
     """A tile of queries on a block's way through them, the last one of each head first.
 
     Attributes
@@ -24,7 +24,7 @@ class Walk(NamedTuple):
         Nothing in it is hidden, as far as a list tells (`numba_flash.cuda.work.tile_lists`).
     begins : bool
         It is the first one of its head, or of those that share a flag, in a list.
-    left : int
+    tiles_left : int
         How many tiles of its head's list come before it; -1 after the last tile of all.
     """
 
@@ -33,7 +33,7 @@ class Walk(NamedTuple):
     at: int
     whole: bool
     begins: bool
-    left: int
+    tiles_left: int
 
 
 class Loads(NamedTuple):
@@ -42,7 +42,7 @@ class Loads(NamedTuple):
     begin: Any
     first: Any
     next: Any
-    left: Any
+    tiles_left: Any
     keys: Any
     tile: Any
 
@@ -63,8 +63,8 @@ def build(shape, ordered, options, tile, place):
     first_block = schedule.build_first_block(PACKED, BLOCK_M)
     list_of, in_list = tile_lists.build_access(MASKED)
     memory, columns = (shape.head_dim, shape.head_dim_v), (D, DV)  # of rows there, and in a tile
-    if shape.split:
-        memory = columns = shape.split * D, shape.split * DV
+    if shape.planes:
+        memory = columns = shape.planes * D, shape.planes * DV
     build_kv = partial(build_load, BLOCK_N, threads=THREADS, place=place)
     build_q = partial(build_load, BLOCK_M, threads=THREADS, place=None, again=AGAIN)
     if shape.double:
@@ -109,7 +109,7 @@ def build(shape, ordered, options, tile, place):
             number = i32(tile_lists.length(seen) - 1)
         tile = in_list(seen, number)
         at = tile.at if number >= 0 else i32(0)
-        return Walk(head, base, at, tile.whole, at // SHARE != group, number)
+        return QueryTile(head, base, at, tile.whole, at // SHARE != group, number)
 
     @inline
     def first(item, rows, extras, sizes):
@@ -121,26 +121,26 @@ def build(shape, ordered, options, tile, place):
             seen = list_of(extras, item.b0, item.b1, head, block)
             last = i32(tile_lists.length(seen) - 1)
             return listed(head, base, i32(-1), last, item, rows, extras, sizes)
-        return Walk(head, base, i32(item.first + item.count - 1), False, False, i32(0))
+        return QueryTile(head, base, i32(item.first + item.count - 1), False, False, i32(0))
 
     @inline
     def next_tile(walk, item, rows, extras, sizes):
         """The tile before, or the last one of the next head."""
         head, base, at = walk.head, walk.base, i32(walk.at - 1)
         if MASKED:
-            group, before = i32(walk.at // SHARE), i32(walk.left - 1)
+            group, before = i32(walk.at // SHARE), i32(walk.tiles_left - 1)
             return listed(head, base, group, before, item, rows, extras, sizes)
         if at < item.first:
             head, base = i32(head + 1), i32(base + rows.shape[4] // BLOCK_M)
             at = i32(item.first + item.count - 1)
-        return Walk(head, base, at, False, False, i32(0))
+        return QueryTile(head, base, at, False, False, i32(0))
 
     @inline
-    def left(walk, item, sizes):
+    def tiles_left(walk, item, sizes):
         """How many tiles are left from this one on; with a mask 1 if there is any."""
         tiles = i32(sizes.group * item.count)
         if MASKED:
-            tiles = i32(1) if walk.left >= 0 else i32(0)
+            tiles = i32(1) if walk.tiles_left >= 0 else i32(0)
         return tiles if item.columns > 0 else i32(0)
 
     @inline
@@ -175,4 +175,4 @@ def build(shape, ordered, options, tile, place):
         to = u32(smem + u32(ROWS) + slot * u32(ROWS_BYTES))
         load_rows(to, rows, i32(walk.base + walk.at))
 
-    return Loads(begin, first, next_tile, left, keys, load_tile)
+    return Loads(begin, first, next_tile, tiles_left, keys, load_tile)

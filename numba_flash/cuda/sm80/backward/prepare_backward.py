@@ -10,8 +10,8 @@ from numba_flash.cuda.arguments import (
     BASE_2,
     BASE_E,
     FACTORS,
+    FP16X2,
     OF_DLSE,
-    SPLIT,
     Centred,
     build_extras,
     chunked,
@@ -21,7 +21,7 @@ from numba_flash.cuda.arguments import (
     vectors_of,
 )
 from numba_flash.cuda.config import PreprocessConfig
-from numba_flash.cuda.passes.prepare_split import Splitter
+from numba_flash.cuda.passes.prepare_planes import PlanesWriter
 from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.runtime.launch import Gpu, Launch
 from numba_flash.cuda.sm80.arguments import Shape, Sizes
@@ -31,7 +31,7 @@ from numba_flash.cuda.sm80.backward.prepare_temporaries import Temporaries, temp
 from numba_flash.cuda.sm80.config import BackwardConfig
 from numba_flash.cuda.sm80.tiles import hardware
 from numba_flash.cuda.work import grid
-from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.work.prepare_tile_lists import Extras, TileShape
 
 LOG2E = math.log2(math.e)
 ROW_THREADS = 256  # of the kernel before the main one, and no more copies than that
@@ -62,18 +62,18 @@ class Pass(NamedTuple):
     temporaries: Temporaries
     copies: int
     lists: Extras
-    splitter: Splitter | None
+    planes_writer: PlanesWriter | None
 
     @property
-    def split(self) -> bool:
+    def planes(self) -> bool:
         """The arrays are float32, which kernels read as planes of float16."""
-        return self.splitter is not None
+        return self.planes_writer is not None
 
     def more_extras(self, names: tuple[str, ...]) -> tuple:
-        """Layouts of what kernels read beside the optional arrays, if it is `split`."""
-        if not self.split:
+        """Layouts of what kernels read beside the optional arrays, if it is `planes`."""
+        if not self.planes:
             return ()
-        made, there, x = self.splitter.made, self.temporaries, self.inputs
+        made, there, x = self.planes_writer.made, self.temporaries, self.inputs
         views = {
             "factors": (made.factors, 4),
             "shifts": (made.shifts, 4),
@@ -126,32 +126,32 @@ def prepare(chosen: Chosen) -> Prepared:
             dbias.run(x, rows, results, rng)
 
     made = *lists.launches, preprocess, main, postprocess, *(dbias.launches if dbias else ())
-    if not this.split:
+    if not this.planes:
         return Prepared(run, made, sums=there.dq_sum.nbytes)
-    wanted, splitter = ("tiles", "order") if this.ordered else ("tiles",), this.splitter
-    of_preprocess = extras_class(p.options, more=SPLIT)
+    wanted, planes_writer = ("tiles", "order") if this.ordered else ("tiles",), this.planes_writer
+    of_preprocess = extras_class(p.options, more=FP16X2)
     of_main = extras_class(p.options, wanted, FACTORS)
     of_postprocess = extras_class(p.options, wanted, this.of_dlse)
 
-    def run_split(inputs, results, rng=None):
+    def run_planes(inputs, results, rng=None):
         x, extras, own = grid.inputs_heads_first(p, inputs), extras_of(inputs), lists.of(inputs)
         dq, dk, dv = grid.heads_first(p, results.dq, results.dk, results.dv)
         rows, dq_sum, flags = scratch.beside(inputs.q)
-        y = splitter.of(inputs)
-        own_split = of_preprocess(*extras, *y.extras)
-        preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=own_split)
+        y = planes_writer.of(inputs)
+        own_planes = of_preprocess(*extras, *y.extras)
+        preprocess(x.do, x.o, x.lse, x.dlse, rows, dq_sum, flags, extras=own_planes)
         given = None if rng is None else numbers(rng)
-        own_split = of_main(*own, y.factors)
-        main(y.do, y.q, y.k, y.v, dk, dv, rows, dq_sum, flags, extras=own_split, numbers=given)
+        own_planes = of_main(*own, y.factors)
+        main(y.do, y.q, y.k, y.v, dk, dv, rows, dq_sum, flags, extras=own_planes, numbers=given)
         named = {"factors": y.factors, "centres": y.centres, "rows": rows, "dlse": x.dlse}
-        own_split = of_postprocess(*own, *[named[name] for name in this.of_dlse])
-        postprocess(dq_sum, dq, extras=own_split)
+        own_planes = of_postprocess(*own, *[named[name] for name in this.of_dlse])
+        postprocess(dq_sum, dq, extras=own_planes)
         if dbias is not None:
             dbias.run(x, rows, results, rng, y)
         return y.flags
 
-    made = *splitter.launches, *made
-    return Prepared(run_split, made, splitter.made.flags, sums=there.dq_sum.nbytes)
+    made = *planes_writer.launches, *made
+    return Prepared(run_planes, made, planes_writer.made.flags, sums=there.dq_sum.nbytes)
 
 
 def _pass(chosen: Chosen) -> Pass:
@@ -162,10 +162,10 @@ def _pass(chosen: Chosen) -> Pass:
     copies = copies_of_sums(p, tile, gpu.multiprocessors) if ordered else 0 if tile.slots else 1
     x, share = grid.inputs_heads_first(p, inputs), tile.share if ordered else 0
     dq, dk, dv = grid.heads_first(p, *results[:3])
-    splitter = None
-    if tile.split:
-        splitter = Splitter(p, gpu, inputs, (tile.padded(p.d), tile.padded(p.dv)))
-    listed = Tiles(tile.block_m, tile.block_n, transposed=True, share=share)
+    planes_writer = None
+    if tile.planes:
+        planes_writer = PlanesWriter(p, gpu, inputs, (tile.padded(p.d), tile.padded(p.dv)))
+    listed = TileShape(tile.block_m, tile.block_n, transposed=True, share=share)
     return Pass(
         p=p,
         gpu=gpu,
@@ -178,7 +178,7 @@ def _pass(chosen: Chosen) -> Pass:
         temporaries=temporaries_of(p, tile, copies),
         copies=copies,
         lists=Extras(p, gpu, x, listed),
-        splitter=splitter,
+        planes_writer=planes_writer,
     )
 
 
@@ -186,15 +186,15 @@ def shape_of(chosen: Chosen, run: int) -> Shape:
     """How kernels of a backward pass read and write the arrays of a call, of whose bias and mask a
     lane has `run` neighbouring keys.
     """
-    p, (_, x, y, gpu, _), split = chosen.p, chosen.call, planes_of(chosen.p)
+    p, (_, x, y, gpu, _), planes = chosen.p, chosen.call, planes_of(chosen.p)
     turing = hardware(gpu.capability).turing
     return Shape(
         head_dim=p.d,
         head_dim_v=p.dv,
         turing=turing,
-        asynchronous=not turing and (split > 0 or chunked(x.do, x.q, x.k, x.v)),
+        asynchronous=not turing and (planes > 0 or chunked(x.do, x.q, x.k, x.v)),
         wide=chunked(y.dq, y.dk, y.dv),
-        split=split,
+        planes=planes,
         fours=gpu.capability >= (9, 0),
         vectors=vectors_of(p, x, run),
         double=p.dtype == "float64",
@@ -231,7 +231,7 @@ def _preprocess(this: Pass) -> Launch:
         sum_bytes=sum_bytes,
         ordered=this.ordered,
         chunked=whole,
-        lse_in=BASE_E if this.split or (this.shape.double and p.options.changes) else BASE_2,
+        lse_in=BASE_E if this.planes or (this.shape.double and p.options.changes) else BASE_2,
         options=p.options.arrays,
         threads=ROW_THREADS,
         copies=this.ordered,
@@ -246,7 +246,7 @@ def _preprocess(this: Pass) -> Launch:
             *((x.do, 5), (x.o, 5), (x.lse, 4), (x.dlse, 4)),
             *((there.rows, 5), (there.dq_sum, 5), (there.flags, 1)),
         ),
-        extras=this.extras + this.more_extras(SPLIT),
+        extras=this.extras + this.more_extras(FP16X2),
         numbers=(p.nk,),
     )
 
@@ -255,8 +255,8 @@ def _main(this: Pass):
     """The main kernel, and its numbers as a function of the generator's state."""
     p, x, y, there, tile = this.p, this.inputs, this.results, this.temporaries, this.tile
     items, read = grid.items(p, p.nk, p.hk, tile.block_n), x
-    if this.split:
-        read = this.splitter.made
+    if this.planes:
+        read = this.planes_writer.made
     sizes = Sizes(
         low=-p.high,
         high=-p.low,
@@ -306,9 +306,9 @@ def section(p, tile, multiprocessors: int, ordered: bool) -> int:
 def _dbias(this: Pass, beside: Chosen):
     """The gradient of the bias; tiles of planes have as many columns as those of dq, dk, dv."""
     shape, planes = this.shape, None
-    if this.split:
+    if this.planes:
         d, dv = map(this.tile.padded, shape[:2])
-        shape, planes = shape._replace(head_dim=d, head_dim_v=dv), this.splitter.made
+        shape, planes = shape._replace(head_dim=d, head_dim_v=dv), this.planes_writer.made
     return beside.recipe.prepare(beside, shape, this.inputs, this.temporaries.rows, planes)
 
 
@@ -322,7 +322,7 @@ def _postprocess(this: Pass) -> Launch:
         f"sm80.backward.{module}.build_postprocess",
         (
             *(p.dtype, this.shape, this.ordered and p.options.tiled, p.options.arrays, this.tile),
-            this.split and this.of_dlse is OF_DLSE,
+            this.planes and this.of_dlse is OF_DLSE,
         ),
         this.gpu,
         grid=this.row_blocks,

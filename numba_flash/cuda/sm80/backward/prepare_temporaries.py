@@ -57,7 +57,7 @@ def backward_tile(p, there):
 
 def padded_sums(p, there) -> int:
     """Bytes of sums of dQ of a problem most of whose rows are padding; 0 of others."""
-    if grid.few_gradients(p):
+    if grid.is_decode_gradient(p):
         return 0
     found = temporaries_of(p, backward_tile(p, there), 1)
     return found.dq_sum.nbytes if found.rows.shape[-1] > 2 * p.nq else 0

@@ -63,9 +63,9 @@ class SoftmaxBackward(NamedTuple):
 
 
 @once
-def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
+def build(dtype, options, vectors, m_tiles, columns, kind, planes=0):
     """`SoftmaxBackward` of a warp's 16 `m_tiles` keys and `columns` queries; weights become
-    operands of so many planes, if they are `split`, and are 2^RAISED_BACKWARD larger; `scale_log2`
+    operands of so many planes, if they are `planes`, and are 2^RAISED_BACKWARD larger; `scale_log2`
     and the lse then are in base e.
     """
     COUNT, COLUMNS = columns // 2, columns  # scores of a tile of 16 keys in registers
@@ -77,9 +77,9 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
     read = build_fetch(options, runs, vectors)
     modify = build_modify(dtype, options, runs, True, kind.turing)
     drop = build_drop(options, runs)
-    SPLIT, LESS = split > 0, not (split or options.dropout)
-    if split:
-        pack_weights, _ = fragment.build_split(PAIRS, split, DROPOUT)
+    FP16X2, LESS = planes > 0, not (planes or options.dropout)
+    if planes:
+        pack_weights, _ = fragment.build_split(PAIRS, planes, DROPOUT)
     else:
         pack_weights, _ = fragment.build_pack(PAIRS, *kind, DROPOUT)
     LARGEST, LOG2E = 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
@@ -112,12 +112,12 @@ def build(dtype, options, vectors, m_tiles, columns, kind, split=0):
             for r in range(KEY_ROWS):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    if SPLIT:  # the difference of large numbers loses no digits
+                    if FP16X2:  # the difference of large numbers loses no digits
                         score = sT[e] if CHANGES else sT[e] * scale_log2
                         sT[e] = ptx.ex2((score - shift[c]) * f32(LOG2E))
                     else:
                         sT[e] = ptx.ex2(sT[e] * scale_log2 - shift[c])
-                    if SPLIT:
+                    if FP16X2:
                         sT[e] *= f32(LARGEST)
 
     @inline

@@ -6,7 +6,7 @@ from numba_flash.cuda import ptx
 from numba_flash.cuda.runtime.lang import i32, inline, once, u32, u64
 from numba_flash.cuda.score import fragment
 from numba_flash.cuda.sm80.bias_gradient.load_dq_dbias import plus
-from numba_flash.cuda.sm80.keep_bias import VECTOR
+from numba_flash.cuda.sm80.resident_bias import VECTOR
 from numba_flash.cuda.sm80.tiles import padded
 
 

@@ -15,7 +15,7 @@ from numba_flash.cuda.score import softmax
 from numba_flash.cuda.score.softmax import RAISED_BACKWARD as RAISED
 from numba_flash.cuda.sm80.arguments import finds_again
 from numba_flash.cuda.sm80.load import build_store, build_store_floats
-from numba_flash.cuda.sm80.operands import products, products_split
+from numba_flash.cuda.sm80.operands import products, products_planes
 from numba_flash.cuda.sm80.tiles import pitch
 from numba_flash.cuda.work import schedule, tile_lists
 
@@ -75,7 +75,7 @@ def build_place(tile, fours, again=False):
     return place
 
 
-class Order(NamedTuple):
+class DqOrder(NamedTuple):
     """Functions of a block of keys; see `build_order`."""
 
     of: Any
@@ -85,7 +85,7 @@ class Order(NamedTuple):
 
 @once
 def build_order(ordered, options, tile):
-    """`Order`, functions of a block of keys that know when it may add:
+    """`DqOrder`, functions of a block of keys that know when it may add:
 
     ``sum_of(item, walk, following, sizes, extras)``: the `Sum` of a tile, which another one
     follows.
@@ -123,7 +123,7 @@ def build_order(ordered, options, tile):
             flag=i32(walk.base + shared * SHARE),
             before=tile_lists.count_before(order),
             begins=walk.begins,
-            ends=following.begins or following.left < 0,
+            ends=following.begins or following.tiles_left < 0,
         )
 
     @inline
@@ -158,7 +158,7 @@ def build_order(ordered, options, tile):
             if to.ends and cuda.threadIdx.x == 0:
                 ptx.add_flag(flag_address(flags, to), i32(1))
 
-    return Order(sum_of, wait, release)
+    return DqOrder(sum_of, wait, release)
 
 
 @once
@@ -177,14 +177,14 @@ def build(kind, shape, ordered, options, tile):
     COLUMNS = D // WARPS_N // PARTS  # of a warp, at a time
     COUNT, STRIDE, DQ_BYTES = ROWS * COLUMNS // 32, 4 * tile.threads, 4 * BLOCK_M * D
     ORDERED, FOURS = ordered, shape.fours
-    SPLIT, WARPS, PART = shape.split > 0, tile.warps, tile.columns
+    FP16X2, WARPS, PART = shape.planes > 0, tile.warps, tile.columns
     AGAIN = finds_again(options, shape, tile)
     SMEM = tile.layout(shape.head_dim, shape.head_dim_v)
     sizes = ROWS // 16, COLUMNS, BLOCK_N, SMEM.pitch_ds, SMEM.pitch_k
-    product = products.build_tn(kind, *sizes) if not SPLIT else None
-    if SPLIT:
-        planes = ptx.Planes(2 * BLOCK_M, 2 * D) if shape.split > 1 else None
-        product_times = products_split.build_split_tn(*sizes, planes, WARPS)
+    product = products.build_tn(kind, *sizes) if not FP16X2 else None
+    if FP16X2:
+        planes = ptx.Planes(2 * BLOCK_M, 2 * D) if shape.planes > 1 else None
+        product_times = products_planes.build_planes_tn(*sizes, planes, WARPS)
     place = build_place(tile, FOURS)
 
     @inline
@@ -194,13 +194,13 @@ def build(kind, shape, ordered, options, tile):
         warp = i32((ptx.bounded_thread_here() if AGAIN else cuda.threadIdx.x) // 32)
         row, column = i32(warp // WARPS_N * ROWS), i32(warp % WARPS_N * (COLUMNS * PARTS))
         sums = u64(ptx.global_address(dq_sum) + u64(u32(to.number)) * u64(DQ_BYTES))
-        if SPLIT:
+        if FP16X2:
             for w in range(WARPS):
                 at = u32(factors + u32(4 * (row // PART * WARPS + w)))
                 factor[w] = ptx.as_float32(u32(ptx.load_shared(at)))
         for part in range(PARTS):
             k_part = u32(k + u32((column + part * COLUMNS) * 2))
-            if SPLIT:
+            if FP16X2:
                 product_times(acc, u32(ds + u32(row * 2)), k_part, factor)
             else:
                 product(acc, u32(ds + u32(row * 2)), k_part)
@@ -241,10 +241,10 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
     )
     ROWS_HELD, FOURS, PACKED, NAN = ROWS // 8, shape.fours, options.packed, math.nan
     IN_ORDER, SHARE = ordered and options.tiled, tile.share
-    WARP_ROWS, SPLIT, HAS_DLSE, INF = BLOCK_M // tile.warps, shape.split > 0, has_dlse, math.inf
+    WARP_ROWS, FP16X2, HAS_DLSE, INF = BLOCK_M // tile.warps, shape.planes > 0, has_dlse, math.inf
     LOWERED = 2.0**-RAISED
     store_floats = build_store_floats(ROWS // 16, COLUMNS, has_dlse)
-    more = () if not SPLIT else OF_DLSE if has_dlse else FACTORS
+    more = () if not FP16X2 else OF_DLSE if has_dlse else FACTORS
     put = products.build_put(ROWS // 16, COLUMNS, PITCH, dtype == "bfloat16", shape.turing)
     store = build_store(WARP_ROWS, shape.head_dim, shape.wide, None, D)
     zero, _ = softmax.build_zero(COUNT)
@@ -279,7 +279,7 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
         dq_head, last = dq[rows.b0, rows.b1, rows.head], i32(dq.shape[3])
         if PACKED:
             dq_head, last = dq_head[rows.memory_row - rows.row0 :], queries
-        if SPLIT:
+        if FP16X2:
             kv_head = rows.head // (dq.shape[2] // extras.factors.shape[2])
             of_head = extras.factors[rows.b0, rows.b1, kv_head]
             centre = of_head  # nobody reads it
@@ -310,7 +310,7 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
                     else:
                         for i in range(4):
                             acc[e + i] += ptx.load_global_one(u64(at + u64(i * STRIDE)))
-            if SPLIT:
+            if FP16X2:
                 for e in range(COUNT):
                     acc[e] *= of_head[2] * of_head[3]
                 own, mine = i32(column + part * COLUMNS), row0 + row + cuda.threadIdx.x % 32 // 4
@@ -318,7 +318,7 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
             else:
                 place_in_tile = row * PITCH + (column + part * COLUMNS) * 2
                 put(u32(smem + u32(place_in_tile)), acc, factor)
-        if not SPLIT:
+        if not FP16X2:
             cuda.syncthreads()  # all rows are there
             first = i32(warp * WARP_ROWS)
             store(u32(smem + u32(first * PITCH)), dq_head, i32(row0 + first), last)
@@ -326,7 +326,7 @@ def build_postprocess(dtype, shape, ordered, options, tile, has_dlse=False):
     numbers = i64, i64, i64, f32
     signature = types.void(
         array(f32, 5),
-        array(f32 if SPLIT else types.uint16, 5),
+        array(f32 if FP16X2 else types.uint16, 5),
         extras_type(options, lists_of(ordered), more),
         *numbers,
     )

@@ -9,9 +9,9 @@ walk, which `numba_flash.cuda.passes.sum_shares` adds in their order.
 Where there is room for two tiles of Q, K, V and dO, the next ones are copied during the work on
 this one. Else V and dO are copied during Q K^T, and the next Q and K during dO V^T.
 
-Float32 arrays are planes of float16 (`numba_flash.cuda.passes.split`), whose powers of two differ
-from one head of k to the next: S gets them back before anything else is done to it, dS before it is
-added.
+Float32 arrays are planes of float16 (`numba_flash.cuda.passes.write_planes`), whose powers of two
+differ from one head of k to the next: S gets them back before anything else is done to it, dS
+before it is added.
 """
 
 import math
@@ -28,7 +28,7 @@ from numba_flash.cuda.score.modify import build_drop, build_modify
 from numba_flash.cuda.score.score import LOG2E, Head, Region
 from numba_flash.cuda.sm80.bias_gradient.load_dbias import Tensors, build_loads
 from numba_flash.cuda.sm80.config import BiasGradientConfig
-from numba_flash.cuda.sm80.operands import products, products_split
+from numba_flash.cuda.sm80.operands import products, products_planes
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.work.walk_dbias import Space, Step, build_begin, build_places
 
@@ -42,7 +42,7 @@ class Bias(NamedTuple):
     extras: Any
 
 
-class Work(NamedTuple):
+class DbiasWork(NamedTuple):
     """What the parts of a tile of scores are computed with: registers, the slot in shared memory,
     this step and the next, and the kernel's arguments.
     """
@@ -70,27 +70,27 @@ def synchronise():
 @once
 def build_products(dtype, shape, m_tiles, depths, pitches):
     """``q_kt(s, q, k)`` and ``do_vt(dp, do, v)``, of 16 `m_tiles` queries and KEYS keys; of planes,
-    if the shape is `split`.
+    if the shape is `planes`.
     """
     kind = products.Kind(dtype == "bfloat16", shape.turing)
 
     def product(depth, bytes_):
-        if not shape.split:
+        if not shape.planes:
             return products.build_nt(kind, m_tiles, KEYS, depth, bytes_, bytes_, False)
-        planes = ptx.Planes(2 * depth, 2 * depth) if shape.split > 1 else None
-        return products_split.build_split_nt(m_tiles, KEYS, depth, bytes_, bytes_, planes)
+        planes = ptx.Planes(2 * depth, 2 * depth) if shape.planes > 1 else None
+        return products_planes.build_planes_nt(m_tiles, KEYS, depth, bytes_, bytes_, planes)
 
     return tuple(map(product, depths, pitches))
 
 
 @once
-def build_softmax(options, m_tiles, split):
+def build_softmax(options, m_tiles, planes):
     """``recompute_p(s, lse)``: scores become P = exp(S - lse); ``differentiate(acc, p, dp, delta,
     factor, parameters)``: acc += dS = P * (dP - delta), where P is negative if dropped, and times
-    the factor if products are `split`. The lse and delta of this lane's rows are in shared memory.
+    the factor if products are `planes`. The lse and delta of this lane's rows are in shared memory.
     """
     DROPOUT, ROWS_OF_LANE, COUNT = bool(options.dropout), 2 * m_tiles, KEYS // 2
-    SPLIT = split
+    FP16X2 = planes
 
     @inline
     def of_row(address, r):
@@ -103,7 +103,7 @@ def build_softmax(options, m_tiles, split):
             for j in range(COUNT // 4):
                 for c in range(2):
                     e = r // 2 * COUNT + 4 * j + 2 * (r % 2) + c
-                    if SPLIT:  # the difference of large numbers loses no digits
+                    if FP16X2:  # the difference of large numbers loses no digits
                         s[e] = ptx.ex2((s[e] - shift) * f32(LOG2E))
                     else:
                         s[e] = ptx.ex2(s[e] * f32(LOG2E) - shift)
@@ -121,7 +121,7 @@ def build_softmax(options, m_tiles, split):
                         slope *= f32(parameters.keep_scale)
                         weight = abs(weight)
                     slope -= row_delta
-                    if SPLIT:
+                    if FP16X2:
                         slope *= factor
                     acc[e] += weight * slope
 
@@ -150,7 +150,7 @@ def build(config: BiasGradientConfig):
     K_PART, V_PART = KEYS * PITCH_K, KEYS * PITCH_V
     SCORES, DROPOUT, MASKED = M_TILES * KEYS // 2, bool(options.dropout), options.mask
     ALL_SCORES = PARTS * SCORES
-    TWO_STAGES, TURING, NAN, SPLIT = STAGES > 1, shape.turing, math.nan, shape.split > 0
+    TWO_STAGES, TURING, NAN, FP16X2 = STAGES > 1, shape.turing, math.nan, shape.planes > 0
     runs = fragment.runs_of_queries(M_TILES, KEYS)
     HELD = held(options, runs).words
     ALL_HELD = PARTS * HELD
@@ -162,9 +162,9 @@ def build(config: BiasGradientConfig):
     fetch_mask = build_fetch(options, runs, shape.vectors, ("mask",))
     modify = build_modify(dtype, options, runs, False, shape.turing)
     drop = build_drop(options, runs)
-    recompute_p, differentiate = build_softmax(options, M_TILES, SPLIT)
+    recompute_p, differentiate = build_softmax(options, M_TILES, FP16X2)
     begin = build_begin(summed, BLOCK_M, BLOCK_N)
-    place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N, SPLIT)
+    place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N, FP16X2)
     fragments = Fragments(
         runs, PARTS, KEYS, tile.warps_m, WARPS_N, WARP_ROWS, 8, 0, False, synchronise
     )
@@ -227,7 +227,7 @@ def build(config: BiasGradientConfig):
                 load_qk(t.smem, other, t.tensors, following)
                 load_dov(t.smem, other, t.tensors, following)
         # (2) P = exp(S - lse)
-        if SPLIT:
+        if FP16X2:
             factor = factor_of(0, t)
             for e in range(SCORES):
                 s[e] *= factor
@@ -249,7 +249,7 @@ def build(config: BiasGradientConfig):
         # (5) dbias = dbias + dS, where dS = P * (dP - delta)
         acc, p, delta = t.acc[part * SCORES :], t.s[part * SCORES :], rows_of_lane(t, warp)
         factor = f32(1)
-        if SPLIT:
+        if FP16X2:
             factor = factor_of(2, t)
         differentiate(acc, p, t.dp, u32(delta + u32(LSE_BYTES)), factor, t.parameters)
 
@@ -293,7 +293,7 @@ def build(config: BiasGradientConfig):
                 ptx.copy_wait()
             cuda.syncthreads()  # this tile is there; the one before has been read
             following = proceed(step, space, extras)
-            work = Work(
+            work = DbiasWork(
                 s, dp, acc, bias_mask, smem, slot, step, following,
                 space, tensors, extras, parameters,
             )  # fmt: skip
@@ -316,10 +316,10 @@ def build(config: BiasGradientConfig):
         store(out[share, own.b0, own.b1, own.head], acc, smem, region.row0, region.col0)
 
     signature = types.void(
-        *[array(u32 if SPLIT else types.uint16, 5)] * 4,
+        *[array(u32 if FP16X2 else types.uint16, 5)] * 4,
         array(f32, 5),
         array(f32 if out_dtype == "float32" else types.uint16, 6),
-        extras_type(options, ("bits",), OF_DBIAS if SPLIT else ()),
+        extras_type(options, ("bits",), OF_DBIAS if FP16X2 else ()),
         *(i64, i64),
         parameters_type(options),
     )

@@ -93,7 +93,7 @@ DBIAS_TILES = (
 
 # Of float32, whose rows have twice the columns: high and low. None was timed yet: these are chosen
 # for room and registers, of which some go to memory outside the products.
-SPLIT_DBIAS_TILES = (
+PLANES_DBIAS_TILES = (
     DbiasRow(32, 4, 163 * KB, DbiasTile(2, 2, 2, 1, 2, 2)),
     DbiasRow(64, 4, 163 * KB, DbiasTile(2, 2, 2, 1, 1, 2)),
     DbiasRow(128, 4, 227 * KB, DbiasTile(4, 2, 2, 1, 1, 1)),
@@ -108,7 +108,7 @@ def dbias_tile(problem, hardware: Hardware, summed: bool) -> DbiasTile:
     d, size = max(problem.d, problem.dv), 4 if problem.options.bias == "float32" else 2
     tile = next(
         row.tile
-        for row in (SPLIT_DBIAS_TILES if problem.dtype == "float32" else DBIAS_TILES)
+        for row in (PLANES_DBIAS_TILES if problem.dtype == "float32" else DBIAS_TILES)
         if d <= row.d and size <= row.bias and row.shared <= hardware.shared_limit
     )
     return tile if summed else replace(tile, parts=1)

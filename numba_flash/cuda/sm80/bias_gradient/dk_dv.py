@@ -27,7 +27,7 @@ from numba_flash.cuda.sm80.tiles import padded, pitch
 HALF = 16  # queries of which a warp has scores in registers at a time
 
 
-class Work(NamedTuple):
+class DkDvWork(NamedTuple):
     """What scores are computed with: registers, where the tile's Q, dO, rows and bias are in shared
     memory, seen from this lane, and the scale.
     """
@@ -46,7 +46,7 @@ class Work(NamedTuple):
     scale_log2: float
 
 
-class Way(NamedTuple):
+class QueryWalk(NamedTuple):
     """A block's way through the queries of the heads that share its keys: the first head and how
     many there are, the first key, sizes, and what it reads.
     """
@@ -173,7 +173,7 @@ def build_go(shape, half, tile):
             rows = u32(smem + u32(ROWS) + u32(fragment.first_column() * ROW_BYTES))
             bias = u32(smem + u32(BIAS) + of_lane)
             all_halves(
-                Work(
+                DkDvWork(
                     t.s, t.dp, t.p, t.dk_acc, t.dv_acc, t.k, t.v, q, do, rows, bias, t.scale_log2
                 )
             )  # fmt: skip
@@ -231,7 +231,7 @@ def build(config: BackwardConfig):
         heads = i32(q.shape[2])
         group = i32(u32(heads) // u32(kv_heads))
         at, key0 = Head(b0, b1, i32(0), i32(kv_head * group), heads), i32(block * BLOCK_N)
-        way = Way(at, group, key0, i32(q.shape[3]), nk, smem, do, q, rows, extras.bias)
+        way = QueryWalk(at, group, key0, i32(q.shape[3]), nk, smem, do, q, rows, extras.bias)
         warp = i32(cuda.threadIdx.x // 32)
         k_tile, v_tile = u32(smem + u32(K)), u32(smem + u32(V))
         k_warp = u32(k_tile + u32(warp * WARP_KEYS * PITCH_K))
@@ -249,7 +249,7 @@ def build(config: BackwardConfig):
         some = cuda.syncthreads_or(some_hidden) != 0  # K and V are there
         hold_k(k_words, k_warp)
         hold_v(v_words, v_warp)
-        work = Work(
+        work = DkDvWork(
             s, dp, p, dk_acc, dv_acc, k_words, v_words, smem, smem, smem, smem, scale_log2
         )  # fmt: skip
         if some:

@@ -29,8 +29,8 @@ from numba_flash.cuda.sm80.begin_rows import ROW_BYTES, build_rows
 from numba_flash.cuda.sm80.bias_gradient.dbias import synchronise
 from numba_flash.cuda.sm80.bias_gradient.load_dq_dbias import Tensors, build_loads, head_address
 from numba_flash.cuda.sm80.config import BiasGradientConfig
-from numba_flash.cuda.sm80.keep_bias import VECTOR, Held, build_bias
 from numba_flash.cuda.sm80.operands import products
+from numba_flash.cuda.sm80.resident_bias import VECTOR, OwnBias, build_bias
 from numba_flash.cuda.sm80.tiles import KEYS, padded, pitch
 from numba_flash.cuda.work.broadcast import Walk, build_coordinates
 from numba_flash.cuda.work.walk_dbias import Space, build_places, build_share, extent_of
@@ -38,7 +38,7 @@ from numba_flash.cuda.work.walk_dbias import Space, build_places, build_share, e
 HALF = KEYS // 2  # keys of which a warp has scores in registers at a time
 
 
-class Work(NamedTuple):
+class DqDbiasWork(NamedTuple):
     """What parts of a tile of scores are computed with: registers, where this warp's keys are in
     shared memory, where the thread's bias is, and the scale.
     """
@@ -58,7 +58,7 @@ class Work(NamedTuple):
     scale_log2: float
 
 
-class Way(NamedTuple):
+class HeadWalk(NamedTuple):
     """A block's way over the heads that its part of the bias is shared by: number and coordinates
     of the first, all of them, and what it reads and writes.
     """
@@ -75,13 +75,13 @@ class Way(NamedTuple):
     scale: float
 
 
-class Turn(NamedTuple):
+class TileStep(NamedTuple):
     """A block's work on a tile: its slot in shared memory, the number and coordinates of the next
     one, and where dQ of the tile before goes, 0 if there was none.
     """
 
-    way: Way
-    work: Work
+    way: HeadWalk
+    work: DqDbiasWork
     slot: int
     number: int
     walk: Walk
@@ -146,7 +146,7 @@ def build_go(shape, kind, places, loads, half, tile):
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, ROW_BYTES * BLOCK_M
     K_BYTES, V_BYTES = tile.block_n * PITCH_K, tile.block_n * PITCH_V
     HALVES = 2 * tile.parts
-    LOADED, ADDED, READ = 0, min(1, HALVES - 2), HALVES - 2  # after which half
+    LOADED, RELATIVE, READ = 0, min(1, HALVES - 2), HALVES - 2  # after which half
     D, DV = map(padded, shape[:2])
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     hold_do = products.build_hold(M_TILES, DV, PITCH_V)
@@ -170,7 +170,7 @@ def build_go(shape, kind, places, loads, half, tile):
         half(number, t.work)
         if number == LOADED and t.number < x.space.stop:
             load(x.smem, u32(t.slot ^ u32(1)), x.tensors, place_of(t.walk, x.space, x.extras))
-        if number == ADDED and t.before != u64(0):
+        if number == RELATIVE and t.before != u64(0):
             add_last(x, t.before)
         if number == READ:
             cuda.syncthreads()  # dQ of the tile before has been read
@@ -194,11 +194,11 @@ def build_go(shape, kind, places, loads, half, tile):
             hold_rows(rows, t.shift, t.start)
             k = u32(smem + u32(K) + slot * u32(K_BYTES) + u32(key * PITCH_K))
             v = u32(smem + u32(V) + slot * u32(V_BYTES) + u32(key * PITCH_V))
-            work = Work(
+            work = DqDbiasWork(
                 t.s, t.dp, t.ds, t.acc, t.dq_acc, t.q, t.do, t.shift, t.start, k, v, t.bias,
                 t.scale_log2,
             )  # fmt: skip
-            all_steps(Turn(x, work, slot, number, walk, before))
+            all_steps(TileStep(x, work, slot, number, walk, before))
             put_dq(u32(smem + u32(DQ)), t.dq_acc)
             before = head_address(x.dq, here, here.head)
             slot = u32(slot ^ u32(1))
@@ -301,16 +301,16 @@ def build(config: BiasGradientConfig):
             fetch_bias(bias[part * HELD :], row, key, region, at, False, extras)
             some_hidden = i32(1) if hides(part, bias) else some_hidden
         my_bias = u32(smem + u32(BIAS) + u32(cuda.threadIdx.x * VECTOR))
-        keep_all(Held(bias, my_bias, column, nk))
+        keep_all(OwnBias(bias, my_bias, column, nk))
         hidden = cuda.syncthreads_or(some_hidden) != 0
         if share == 0 and cuda.threadIdx.x == 0:
             hides_some[index(cuda.blockIdx.x)] = i32(1) if hidden else i32(0)
         zero(acc)
-        work = Work(
+        work = DqDbiasWork(
             s, dp, ds, acc, dq_acc, q_words, do_words, shift, start, u32(0), u32(0),
             my_bias, scale_log2,
         )  # fmt: skip
-        way = Way(number, walk, space, row0, smem, tensors, dq, rows, extras, scale)
+        way = HeadWalk(number, walk, space, row0, smem, tensors, dq, rows, extras, scale)
         if hidden:
             go_where_some_are_hidden(way, work)
         else:

@@ -33,18 +33,18 @@ def build_loads(shape, tile):
     K_BYTES, V_BYTES = BLOCK_N * PITCH_K, BLOCK_N * PITCH_V
     order = fragment.place_of_key
     # planes are compact; 16 bits spill nothing if threads find their rows again
-    others = shape.asynchronous, None, shape.split > 0, not shape.split
+    others = shape.asynchronous, None, shape.planes > 0, not shape.planes
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, *others)
     load_do = build_load(BLOCK_M, COLUMNS_V, THREADS, None, *others)
     load_k = build_load(BLOCK_N, COLUMNS_K, THREADS, order, *others)
     load_v = build_load(BLOCK_N, COLUMNS_V, THREADS, order, *others)
-    SPLIT = shape.split > 0
+    FP16X2 = shape.planes > 0
     assert CHUNKS <= THREADS
 
     @inline
     def load_row_values(target, values, place):
         """Zeros beyond what there is."""
-        thread = i32(cuda.threadIdx.x) if SPLIT else ptx.bounded_thread_here()
+        thread = i32(cuda.threadIdx.x) if FP16X2 else ptx.bounded_thread_here()
         if thread < CHUNKS:
             at, row = place.at, i32(place.region.row0 + thread * 4)
             head = values[index(at.b0), index(at.b1), index(at.head)]

@@ -92,7 +92,7 @@ def build_copy_rows(block_m):
 @once
 def build_loads(shape, tile):
     """``load(smem, slot, tensors, place)``: Q, dO, K and V of a
-    `numba_flash.cuda.work.walk_dbias.Place`.
+    `numba_flash.cuda.work.walk_dbias.ScorePlace`.
     """
     BLOCK_M, THREADS = tile.block_m, tile.threads
     (COLUMNS_K, COLUMNS_V), SMEM = shape.columns, tile.layout(*shape.columns)

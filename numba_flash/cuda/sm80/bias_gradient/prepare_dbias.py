@@ -11,14 +11,14 @@ from numba_flash.cuda.passes.prepare_dbias import Shares
 from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.runtime.launch import Launch
 from numba_flash.cuda.sm80.config import BiasGradientConfig
-from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.work.prepare_tile_lists import Extras, TileShape
 
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
 
 
 class Dbias:
     """One launch, or two where the walk over what the bias broadcasts is split into shares. Of
-    float32, heads that are flagged are left out (`numba_flash.cuda.passes.split`).
+    float32, heads that are flagged are left out (`numba_flash.cuda.passes.write_planes`).
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Dbias:
         shape = shape._replace(
             vectors=vectors_of(p, x, KEYS_OF_RUN), wide=in_vectors(p, out, KEYS_OF_RUN)
         )
-        self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, bits=True))
+        self._extras = Extras(p, gpu, x, TileShape(tile.block_m, tile.block_n, bits=True))
         read, more = x, ()
         if planes is not None:
             read, more = planes, ((planes.factors, 4), (planes.flags, 3))

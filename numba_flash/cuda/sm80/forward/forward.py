@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from numba_flash import mask
 from numba_flash.cuda import ptx
-from numba_flash.cuda.arguments import SPLIT as SPLIT_EXTRAS
+from numba_flash.cuda.arguments import FP16X2 as FP16X2_EXTRAS
 from numba_flash.cuda.arguments import Centred, extras_type, parameters_type
 from numba_flash.cuda.number import array, index
 from numba_flash.cuda.runtime.lang import cuda, f32, i32, i64, inline, types, u32
@@ -31,8 +31,8 @@ from numba_flash.cuda.sm80.block import build_block
 from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.forward.share import build_share
 from numba_flash.cuda.sm80.load import build_load, build_store_floats
-from numba_flash.cuda.sm80.load_added import build_added
 from numba_flash.cuda.sm80.load_pages import build_load_keys
+from numba_flash.cuda.sm80.load_relative import build_relative
 from numba_flash.cuda.sm80.operands import products
 from numba_flash.cuda.sm80.tiles import padded, pitch
 from numba_flash.cuda.work import tile_lists
@@ -41,19 +41,19 @@ from numba_flash.cuda.work.pages import build_missing
 NAN, LN2 = math.nan, math.log(2.0)
 
 
-def signature_of(options, split, floats, of_mask):
-    """Of the kernel, which reads `split` float32 or 16 bits, and writes `floats` or 16 bits."""
+def signature_of(options, planes, floats, of_mask):
+    """Of the kernel, which reads `planes` float32 or 16 bits, and writes `floats` or 16 bits."""
     return types.void(
-        *[array(u32 if split else types.uint16, 5)] * 3,
+        *[array(u32 if planes else types.uint16, 5)] * 3,
         array(f32 if floats else types.uint16, 5),
         array(f32, 4),
-        extras_type(options, of_mask, SPLIT_EXTRAS if split else ()),
+        extras_type(options, of_mask, FP16X2_EXTRAS if planes else ()),
         *(f32, i64, i64, i64),
         parameters_type(options),
     )
 
 
-class Tiles(NamedTuple):
+class KeyTiles(NamedTuple):
     """Tiles of keys: the number of the first, and how many there are; with a mask those of a list
     (`numba_flash.cuda.work.tile_lists`).
     """
@@ -63,35 +63,35 @@ class Tiles(NamedTuple):
 
 
 def build(config: ForwardConfig):
-    """Kernel ``forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters)``
-    with its signature and compile options.
+    """Kernel ``forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, kv_splits,
+    parameters)`` with its signature and compile options.
     """
     dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
     BLOCK_M, BLOCK_N, WARP_N, WAYS = tile.block_m, tile.block_n, tile.warp_n, tile.ways
     M_TILES, STAGES, Q_REGISTERS = tile.m_tiles, tile.stages, tile.q_registers
     ROWS, WARP_ROWS, THREADS = 2 * M_TILES, 16 * M_TILES, tile.threads
     D, DV = padded(shape.head_dim), tile.columns(shape.head_dim_v) // WAYS  # of a warp
-    SPLIT, (COLUMNS_K, COLUMNS_V) = shape.split > 0, shape.columns  # of a row of a tile
+    FP16X2, (COLUMNS_K, COLUMNS_V) = shape.planes > 0, shape.columns  # of a row of a tile
     ALL_V = tile.columns(COLUMNS_V)  # with those that no warp may lack
     PITCH_K, PITCH_V = pitch(COLUMNS_K), pitch(ALL_V)
     K_SMEM = BLOCK_M * max(PITCH_K, PITCH_V)
     V_SMEM = K_SMEM + STAGES * BLOCK_N * PITCH_K
     # columns of Q and K after which V is loaded, if there is no room for that before
-    BEGIN = D if STAGES > 1 or Q_REGISTERS or SPLIT else padded(D // 4)
+    BEGIN = D if STAGES > 1 or Q_REGISTERS or FP16X2 else padded(D // 4)
     K_BYTES, V_BYTES = BLOCK_N * PITCH_K, BLOCK_N * PITCH_V
     SCORES, OUTPUTS = WARP_N // 2, DV // 2  # registers of a tile of 16 rows
     ALL_SCORES, ALL_OUTPUTS = M_TILES * SCORES, M_TILES * OUTPUTS
-    P_WORDS, Q_WORDS = ALL_SCORES // (1 if SPLIT else 2), M_TILES * D // 4 if Q_REGISTERS else 1
-    CENTRED = Centred.of(options) if SPLIT else Centred(False, False)
-    LAZY = softmax.LAZIER if options.changes and not SPLIT else softmax.LAZY
-    RAISED = RAISED_P if SPLIT else softmax.raised(dtype == "bfloat16", LAZY)
-    LOWERED, SHIFTED, FLOATS = 2.0**-RAISED, CENTRED.keys, config.parts or SPLIT
-    WRITE_LSE, PARTS, MASKED = config.write_lse, config.parts, options.tiled
+    P_WORDS, Q_WORDS = ALL_SCORES // (1 if FP16X2 else 2), M_TILES * D // 4 if Q_REGISTERS else 1
+    CENTRED = Centred.of(options) if FP16X2 else Centred(False, False)
+    LAZY = softmax.LAZIER if options.changes and not FP16X2 else softmax.LAZY
+    RAISED = RAISED_P if FP16X2 else softmax.raised(dtype == "bfloat16", LAZY)
+    LOWERED, SHIFTED, FLOATS = 2.0**-RAISED, CENTRED.keys, config.kv_splits or FP16X2
+    WRITE_LSE, KV_SPLITS, MASKED = config.write_lse, config.kv_splits, options.tiled
     SEQUENCES, PAGED, ASYNCHRONOUS = options.sequences, bool(options.paged), shape.asynchronous
     MODIFIED, CHANGES, DROPOUT = options.modifies, options.changes, bool(options.dropout)
     FAR = bool(options.score_mod or options.bias)  # a cap keeps scores from it
-    key_bytes = 2 * (D + DV * WAYS) * max(1, shape.split)
-    block_of = build_block(options, config.band != "none", BLOCK_M, key_bytes, PARTS)
+    key_bytes = 2 * (D + DV * WAYS) * max(1, shape.planes)
+    block_of = build_block(options, config.band != "none", BLOCK_M, key_bytes, KV_SPLITS)
     missing, runs = build_missing(options), fragment.runs_of_queries(M_TILES, WARP_N)
     HELD = max(1, held(options, runs).words)
     load_q = build_load(BLOCK_M, COLUMNS_K, THREADS, None, ASYNCHRONOUS)
@@ -100,16 +100,16 @@ def build(config: ForwardConfig):
     load_v = build_load_keys(*of_v, ALL_V)
     of_products = dtype, shape, tile, BEGIN, DROPOUT, not options.relative
     scores, more_scores, pack, values = products.build_products(*of_products)
-    load_added, begin_sums = build_added(tile, shape, options.relative)
+    load_relative, begin_sums = build_relative(tile, shape, options.relative)
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     (zero, _), reset = softmax.build_zero(ALL_OUTPUTS), softmax.build_reset(M_TILES)
     raising = softmax.build_raise(SCORES, OUTPUTS, M_TILES, LAZY)
-    exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR, SPLIT, RAISED, apart=SPLIT)
+    exponentials = softmax.build_exponentials(SCORES, M_TILES, FAR, FP16X2, RAISED, apart=FP16X2)
     fetch, drop = build_fetch(options, runs, shape.vectors), build_drop(options, runs)
     POWERS = bool(options.softcap) and dtype == "bfloat16" and not FAR and WAYS == 1
     modify = build_modify(dtype, options, runs, False, shape.turing, powers=POWERS)
     is_rough, powers = build_is_rough(POWERS), build_powers(SCORES, M_TILES)
-    list_of, listed = tile_lists.build_access(MASKED)
+    list_of, entry_of = tile_lists.build_access(MASKED)
     hide_row = softmax.build_hide(SCORES, config.band == "both", True)
     store_floats = build_store_floats(M_TILES, DV, CENTRED.values)
     share = build_share(tile, shape, dtype == "bfloat16", raising, values, store_floats)
@@ -146,8 +146,8 @@ def build(config: ForwardConfig):
         load_v(u32(smem + u32(V_SMEM) + slot * u32(V_BYTES)), v_head, col0, keys)
 
     @inline
-    def tiles_of(row0, nq, nk, low, high, part, parts, seen):
-        """The `Tiles` of keys that rows from row0 on see; `seen` is their list, if there is one."""
+    def tiles_of(row0, nq, nk, low, high, part, kv_splits, seen):
+        """The `KeyTiles` that rows from row0 on see; `seen` is their list, if there is one."""
         start, stop = mask.kv_range(row0, min(i32(row0 + BLOCK_M), nq), nk, low, high)
         start, stop = i32(start), i32(stop)
         first, count = i32(u32(start) // u32(BLOCK_N)), i32(0)
@@ -155,11 +155,11 @@ def build(config: ForwardConfig):
             first, count = i32(0), tile_lists.length(seen)
         elif start < stop and row0 < nq:
             count = i32(i32(u32(i32(stop + (BLOCK_N - 1))) // u32(BLOCK_N)) - first)
-        if PARTS:
-            share = (count + parts - 1) // parts
+        if KV_SPLITS:
+            share = (count + kv_splits - 1) // kv_splits
             before = min(part * share, count)
             first, count = i32(first + before), i32(min(share, count - before))
-        return Tiles(first, count)
+        return KeyTiles(first, count)
 
     @inline
     def finish(m_i, l_i, inverse, row, first, x, missed, scale_log2, extras, parameters):
@@ -175,7 +175,7 @@ def build(config: ForwardConfig):
                 l = f32(0)
             inverse[r] = f32(0) if l == f32(0) else ptx.rcp(l)
             value = log_sum(m_i[r], l, scale_log2) if l != f32(0) else f32(NEG_INF)
-            if SPLIT:
+            if FP16X2:
                 inverse[r] *= extras.factors[index(x.at.b0), index(x.b1), index(x.kv_head), 2]
             if SHIFTED and i < x.queries:
                 shifts = extras.shifts[index(x.at.b0), index(x.b1), index(x.at.head)]
@@ -188,7 +188,7 @@ def build(config: ForwardConfig):
             if WRITE_LSE and first and i < x.rows and cuda.threadIdx.x % 4 == 0:
                 x.lse[index(i)] = value
 
-    def forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters):
+    def forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, kv_splits, parameters):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 16))
         # registers of each thread
         s = cuda.local.array(ALL_SCORES, f32)  # fragment of S, then of P
@@ -201,12 +201,12 @@ def build(config: ForwardConfig):
         inverse = cuda.local.array(ROWS, f32)  # what their O has to be multiplied by in the end
 
         warp = i32(cuda.threadIdx.x // 32)
-        x = block_of(q, k, v, o, lse, extras, low, high, parts)
+        x = block_of(q, k, v, o, lse, extras, low, high, kv_splits)
         at, row0, nq, nk, low, high = x.at, x.row0, x.queries, x.keys, x.low, x.high
-        missed = missing(k, extras, at, nk, x.part, parts if PARTS else 1)
+        missed = missing(k, extras, at, nk, x.kv_split, kv_splits if KV_SPLITS else 1)
         seen = list_of(extras, at.b0, at.b1, at.head, i32(row0 // BLOCK_M))
-        first, count = tiles_of(row0, nq, nk, low, high, x.part, parts, seen)
-        last, whole = listed(seen, i32(first + count - 1))
+        first, count = tiles_of(row0, nq, nk, low, high, x.kv_split, kv_splits, seen)
+        last, whole = entry_of(seen, i32(first + count - 1))
         next_whole = whole
 
         row_warp, key_warp = i32(warp // WAYS), i32(warp % WAYS)
@@ -217,7 +217,7 @@ def build(config: ForwardConfig):
         clear, unclear = i32(clear), i32(unclear)
         col0, key0 = i32(last * BLOCK_N), i32(key_warp * WARP_N)  # of the tile, of the warp in it
         column, slot = i32(col0 + key0 + fragment.first_key()), u32(0)
-        if SPLIT:
+        if FP16X2:
             of_head = extras.factors[index(at.b0), index(x.b1), index(x.kv_head)]
             factor = of_head[0] * of_head[1]
             scale_log2 = scale_log2 if CHANGES else scale_log2 * factor
@@ -229,7 +229,7 @@ def build(config: ForwardConfig):
         if count > 0:
             load_q(smem, x.q, row0, nq)
             load_keys(smem, u32(0), x.k, col0, nk)
-            load_added(smem, u32(0), extras, at.head, row0, col0, True)
+            load_relative(smem, u32(0), extras, at.head, row0, col0, True)
             if STAGES > 1:
                 load_values(smem, u32(0), x.v, col0, nk)
             if MODIFIED:
@@ -250,7 +250,7 @@ def build(config: ForwardConfig):
             scores(s, q_words if Q_REGISTERS else q_warp, k_tile)
             count, next0 = i32(count - 1), i32(col0 - BLOCK_N)
             if MASKED:
-                following, next_whole = listed(seen, i32(first + count - 1))
+                following, next_whole = entry_of(seen, i32(first + count - 1))
                 next0 = i32(following * BLOCK_N)
             keys = i32(nk) if count > 0 else i32(-BLOCK_N)  # none before the first tile
             if STAGES == 1:
@@ -261,12 +261,12 @@ def build(config: ForwardConfig):
                     ptx.copy_wait()
                 cuda.syncthreads()  # V is there; K has been read
                 load_keys(smem, slot, x.k, next0, keys)
-                load_added(smem, slot, extras, at.head, row0, next0, count > 0)
+                load_relative(smem, slot, extras, at.head, row0, next0, count > 0)
             else:
                 load_keys(smem, slot ^ u32(1), x.k, next0, keys)
-                load_added(smem, slot ^ u32(1), extras, at.head, row0, next0, count > 0)
+                load_relative(smem, slot ^ u32(1), extras, at.head, row0, next0, count > 0)
                 load_values(smem, slot ^ u32(1), x.v, next0, keys)
-            if SPLIT and CHANGES:
+            if FP16X2 and CHANGES:
                 times(s, factor)
             if MODIFIED:  # the options, on S
                 region = Region(row0, col0, nq, nk, low, high)
@@ -300,7 +300,7 @@ def build(config: ForwardConfig):
         finish(m_i, l_i, inverse, row, key_warp == 0, x, missed, scale_log2, extras, parameters)
         if FLOATS:
             centre = x.lse  # nobody reads it
-            if SPLIT:
+            if FP16X2:
                 centre = extras.centres[1, index(at.b0), index(x.b1), index(x.kv_head)]
                 for r in range(ROWS):
                     m_i[r] = f32(0 if inverse[r] == f32(0) else 1)
@@ -309,5 +309,5 @@ def build(config: ForwardConfig):
             cuda.syncthreads()  # Q has been read
             store(smem, x, acc, inverse)
 
-    signature = signature_of(options, SPLIT, FLOATS, ("tiles",))
+    signature = signature_of(options, FP16X2, FLOATS, ("tiles",))
     return forward_sm80, signature, {"launch_bounds": (tile.threads, tile.min_blocks)}

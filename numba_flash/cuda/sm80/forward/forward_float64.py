@@ -25,8 +25,8 @@ from numba_flash.cuda.work import tile_lists
 
 
 def build(config: ForwardConfig):
-    """Kernel ``forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters)``
-    with its signature and compile options; there is one of the `parts`.
+    """Kernel ``forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, kv_splits,
+    parameters)`` with its signature and compile options; there is one of the `kv_splits`.
     """
     dtype, shape, options, tile = config.dtype, config.shape, config.options, config.tile
     write_lse, band = config.write_lse, config.band
@@ -59,7 +59,7 @@ def build(config: ForwardConfig):
         build_fetch(options, runs, shape.vectors),
         build_modify(dtype, options, runs),
     )
-    drop, (list_of, listed) = build_drop(options, runs, True), tile_lists.build_access(MASKED)
+    drop, (list_of, entry_of) = build_drop(options, runs, True), tile_lists.build_access(MASKED)
     hide_row = softmax.build_hide(SCORES, band == "both")
     store = products.build_store(M_TILES, DV, shape.wide)
 
@@ -114,7 +114,7 @@ def build(config: ForwardConfig):
         for e in range(ALL_SCORES):
             p[e] = f64(0) if p[e] < f64(0) else p[e]
 
-    def forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, parts, parameters):
+    def forward_sm80(q, k, v, o, lse, extras, scale_log2, low, high, kv_splits, parameters):
         smem = ptx.shared_address(cuda.shared.array(0, types.uint8, 128))
         # registers of each thread
         s = cuda.local.array(ALL_SCORES, f64)  # fragment of S, then of P
@@ -124,7 +124,7 @@ def build(config: ForwardConfig):
         inverse = cuda.local.array(ROWS, f64)  # what their O has to be multiplied by in the end
         bias_mask = cuda.local.array(HELD, u32)  # of the tile
 
-        x = block_of(q, k, v, o, lse, extras, low, high, parts)
+        x = block_of(q, k, v, o, lse, extras, low, high, kv_splits)
         row0, nq, nk, low, high = x.row0, x.queries, x.keys, x.low, x.high
         start, stop = mask.kv_range(row0, min(i32(row0 + BLOCK_M), nq), nk, low, high)
         first, count = i32(i32(start) // BLOCK_N), i32(0)
@@ -133,7 +133,7 @@ def build(config: ForwardConfig):
         seen = list_of(extras, x.at.b0, x.at.b1, x.at.head, i32(row0 // BLOCK_M))
         if MASKED:
             first, count = i32(0), tile_lists.length(seen)
-        last, whole = listed(seen, i32(first + count - 1))
+        last, whole = entry_of(seen, i32(first + count - 1))
         col0 = i32(last * BLOCK_N)
         slot = u32(0)
         zero(acc)
@@ -148,7 +148,7 @@ def build(config: ForwardConfig):
             cuda.syncthreads()  # this tile is there; the one before has been read
             count, next0, next_whole = i32(count - 1), i32(col0 - BLOCK_N), whole
             if MASKED:
-                following, next_whole = listed(seen, i32(first + count - 1))
+                following, next_whole = entry_of(seen, i32(first + count - 1))
                 next0 = i32(following * BLOCK_N)
             if STAGES == 1:
                 load_values(smem, slot, x.v, col0, nk)

@@ -7,23 +7,23 @@ import numpy as np
 
 from numba_flash.arguments.problem import Prepared
 from numba_flash.cuda.arguments import (
-    SPLIT,
+    FP16X2,
     chunked,
     extras_class,
     parameters_of,
     planes_of,
     vectors_of,
 )
-from numba_flash.cuda.passes import prepare_parts
-from numba_flash.cuda.passes.prepare_split import Splitter
+from numba_flash.cuda.passes import prepare_kv_splits
+from numba_flash.cuda.passes.prepare_planes import PlanesWriter
 from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.runtime.launch import Launch
-from numba_flash.cuda.score.prepare_relative import Added
+from numba_flash.cuda.score.prepare_relative import Relative
 from numba_flash.cuda.sm80.arguments import Shape
 from numba_flash.cuda.sm80.config import ForwardConfig
 from numba_flash.cuda.sm80.tiles import Tile, hardware, padded
 from numba_flash.cuda.work import grid
-from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.work.prepare_tile_lists import Extras, TileShape
 
 LOG2E = math.log2(math.e)
 KEYS_OF_RUN = 8  # neighbours among a lane's scores
@@ -34,10 +34,10 @@ def prepare(chosen: Chosen) -> Prepared:
     is no dropout.
     """
     p, tile, (_, inputs, results, gpu, _) = chosen.p, chosen.tile, chosen.call
-    parts = grid.parts(p, tile.block_m, tile.block_n, gpu.multiprocessors)
+    kv_splits = grid.kv_splits(p, tile.block_m, tile.block_n, gpu.multiprocessors)
     operands = Operands(p, gpu, inputs, tile)
-    if parts > 1 and p.dtype != "float64":
-        return _prepare_parts(chosen, operands, parts)
+    if kv_splits > 1 and p.dtype != "float64":
+        return _prepare_kv_splits(chosen, operands, kv_splits)
     forward, numbers = _forward(chosen, operands, results, 1)
 
     def run(inputs, results, rng=None):
@@ -81,11 +81,11 @@ class Operands:
     """
 
     def __init__(self, p, gpu, inputs, tile: Tile):
-        self._p, self._splitter = p, None
+        self._p, self._planes_writer = p, None
         self.vectors = vectors_of(p, inputs, KEYS_OF_RUN)
-        listed = Tiles(tile.block_m, tile.block_n)
+        listed = TileShape(tile.block_m, tile.block_n)
         if p.options.relative:
-            extras = Added(p, gpu, inputs, tile.block_m, tile.block_n)
+            extras = Relative(p, gpu, inputs, tile.block_m, tile.block_n)
         else:
             extras = Extras(p, gpu, inputs, listed)
         self._extras = extras
@@ -94,47 +94,49 @@ class Operands:
             x = grid.heads_first(p, inputs.q, inputs.k, inputs.v)
             self.layouts = Read(*x, extras.layouts, None)
             return
-        self._splitter = splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
-        self.launches += splitter.launches
-        made = splitter.made
+        self._planes_writer = planes_writer = PlanesWriter(
+            p, gpu, inputs, (padded(p.d), padded(p.dv))
+        )
+        self.launches += planes_writer.launches
+        made = planes_writer.made
         more = ((made.factors, 4), (made.shifts, 4), (made.centres, 5))
         self.layouts = Read(made.q, made.k, made.v, (*extras.layouts, *more), made.flags)
-        self._class = extras_class(p.options, ("tiles",), SPLIT)
+        self._class = extras_class(p.options, ("tiles",), FP16X2)
 
     def of(self, inputs) -> Read:
         """Those of a call."""
         extras = self._extras.of(inputs)
-        if self._splitter is None:
+        if self._planes_writer is None:
             return Read(*grid.heads_first(self._p, inputs.q, inputs.k, inputs.v), extras, None)
-        made = self._splitter.of(inputs)
+        made = self._planes_writer.of(inputs)
         return Read(made.q, made.k, made.v, self._class(*extras, *made.extras), made.flags)
 
 
 def shared_bytes(p, tile: Tile, columns) -> int:
     """Of rows of so many columns, with numbers for each distance, if there are any."""
-    more = tile.stages * tile.added_bytes if p.options.relative else 0
+    more = tile.stages * tile.relative_bytes if p.options.relative else 0
     return tile.shared_bytes(*columns) + more
 
 
-def _prepare_parts(chosen: Chosen, operands: Operands, parts: int) -> Prepared:
+def _prepare_kv_splits(chosen: Chosen, operands: Operands, kv_splits: int) -> Prepared:
     """The same by way of float32 results over parts of the keys, which another kernel combines."""
-    partial = prepare_parts.layouts(chosen.p, parts)
-    forward, numbers = _forward(chosen, operands, partial, parts)
-    combine = prepare_parts.combine(partial, chosen.call.results, chosen.call.gpu, parts)
-    scratch = prepare_parts.scratch(partial)
+    partial = prepare_kv_splits.layouts(chosen.p, kv_splits)
+    forward, numbers = _forward(chosen, operands, partial, kv_splits)
+    combine = prepare_kv_splits.combine(partial, chosen.call.results, chosen.call.gpu, kv_splits)
+    scratch = prepare_kv_splits.scratch(partial)
 
     def run(inputs, results, rng=None):
-        o_parts, lse_parts = scratch.beside(inputs.q)
+        o_splits, lse_splits = scratch.beside(inputs.q)
         given = None if rng is None else numbers(rng)
         x = operands.of(inputs)
-        forward(x.q, x.k, x.v, o_parts, lse_parts, extras=x.extras, numbers=given)
-        combine(o_parts, lse_parts, results.o, results.lse)
+        forward(x.q, x.k, x.v, o_splits, lse_splits, extras=x.extras, numbers=given)
+        combine(o_splits, lse_splits, results.o, results.lse)
         return x.flags
 
     return Prepared(run, (*operands.launches, forward, combine), operands.layouts.flags)
 
 
-def _forward(chosen: Chosen, operands: Operands, results, parts: int):
+def _forward(chosen: Chosen, operands: Operands, results, kv_splits: int):
     """The attention kernel, on results of the problem or on float32 parts of them; and its numbers
     as a function of the generator's state.
     """
@@ -147,7 +149,7 @@ def _forward(chosen: Chosen, operands: Operands, results, parts: int):
         turing=there.turing,
         asynchronous=not there.turing and chunked(x.q, x.k, x.v),
         wide=chunked(o),
-        split=planes_of(p),
+        planes=planes_of(p),
         vectors=operands.vectors,
         double=double,
     )
@@ -156,7 +158,7 @@ def _forward(chosen: Chosen, operands: Operands, results, parts: int):
         number(LOG2E if p.options.changes else p.scale * LOG2E),
         p.low,
         p.high,
-        parts,
+        kv_splits,
         parameters_of(p, rng),
     )
     config = ForwardConfig(
@@ -164,7 +166,7 @@ def _forward(chosen: Chosen, operands: Operands, results, parts: int):
         shape=shape,
         write_lse=results.lse is not None,
         band=p.band,
-        parts=parts > 1 or o.dtype.name != p.dtype,  # float32, as those of parts
+        kv_splits=kv_splits > 1 or o.dtype.name != p.dtype,  # float32, as those of parts
         options=p.options.structure,
         tile=tile,
     )
@@ -172,7 +174,7 @@ def _forward(chosen: Chosen, operands: Operands, results, parts: int):
         chosen.builder,
         (config,),
         gpu,
-        grid=grid.items(p, p.nq, p.hq, tile.block_m) * parts,
+        grid=grid.items(p, p.nq, p.hq, tile.block_m) * kv_splits,
         threads=tile.threads,
         shared_bytes=shared_bytes(p, tile, shape.columns),
         operands=((x.q, 5), (x.k, 5), (x.v, 5), (o, 5), (results.lse, 4)),

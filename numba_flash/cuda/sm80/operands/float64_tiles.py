@@ -121,7 +121,7 @@ class BackwardTile:
     share: int = 1
     terms: int = 16
 
-    split, slots = 0, False
+    planes, slots = 0, False
 
     @property
     def m_tiles(self) -> int:

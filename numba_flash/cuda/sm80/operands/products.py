@@ -11,7 +11,7 @@ from numba_flash.cuda.ptx import Matrices, Planes
 from numba_flash.cuda.runtime.lang import cuda, i32, inline, once, u32
 from numba_flash.cuda.score.fragment import build_pack, build_split
 from numba_flash.cuda.sm80.lane import build_lane, build_lane_of_lines
-from numba_flash.cuda.sm80.operands.products_split import build_split_nn, build_split_nt
+from numba_flash.cuda.sm80.operands.products_planes import build_planes_nn, build_planes_nt
 from numba_flash.cuda.sm80.tiles import padded, pitch
 
 
@@ -193,12 +193,12 @@ def build_products(dtype, shape, tile, begin, positive, fresh=True):
     m_tiles, block_n, (d, dv) = tile.m_tiles, tile.warp_n, map(padded, shape[:2])
     pitch_k, pitch_v = map(pitch, shape.columns)
     pairs = m_tiles * block_n // 4
-    if shape.split:
-        planes = Planes(2 * d, 2 * d) if shape.split > 1 else None
-        scores = build_split_nt(m_tiles, block_n, d, pitch_k, pitch_k, planes)
-        planes = Planes(pairs, 2 * dv) if shape.split > 1 else None
-        values, _ = build_split_nn(m_tiles, dv, block_n, pitch_v, planes)
-        pack, _ = build_split(pairs, shape.split, positive)
+    if shape.planes:
+        planes = Planes(2 * d, 2 * d) if shape.planes > 1 else None
+        scores = build_planes_nt(m_tiles, block_n, d, pitch_k, pitch_k, planes)
+        planes = Planes(pairs, 2 * dv) if shape.planes > 1 else None
+        values, _ = build_planes_nn(m_tiles, dv, block_n, pitch_v, planes)
+        pack, _ = build_split(pairs, shape.planes, positive)
         return Products(scores, None, pack, values)
     kind, (k, v) = Kind(dtype == "bfloat16", shape.turing), map(tile.key_rows, shape.columns)
     scores_of = partial(build_nt, kind, m_tiles, block_n, lines=k.lines)

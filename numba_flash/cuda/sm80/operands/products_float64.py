@@ -12,7 +12,7 @@ apart.
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.ptx import Rows
+from numba_flash.cuda.ptx import SwizzledRows
 from numba_flash.cuda.runtime.lang import i32, i64, inline, once, u32, u64
 from numba_flash.cuda.sm80.load import in_order
 
@@ -63,7 +63,7 @@ def build_lane(pitch, apart=1):
 @once
 def build_nt(m_tiles, columns, depth, pitch, terms):
     """``product(acc, a, b)``: acc = A B^T."""
-    a = b = Rows(pitch, False)
+    a = b = SwizzledRows(pitch, False)
     sizes = m_tiles, columns // 8, depth // 8
     multiply = ptx.product_swizzled(*sizes, a, b, terms, fresh=True)
     along, _, _ = build_lane(pitch)
@@ -79,7 +79,7 @@ def build_nt(m_tiles, columns, depth, pitch, terms):
 def build_nn(m_tiles, columns, depth, b_pitch, terms, a_pitch=None):
     """``product(acc, a, b)``: acc += A B, with A in registers unless it has a pitch."""
     HELD = a_pitch is None
-    a, b = None if HELD else Rows(a_pitch, False), Rows(b_pitch, True)
+    a, b = None if HELD else SwizzledRows(a_pitch, False), SwizzledRows(b_pitch, True)
     multiply = ptx.product_swizzled(m_tiles, columns // 8, depth // 8, a, b, terms)
     along, _, _ = build_lane(a_pitch or 0)
     _, across, _ = build_lane(b_pitch, 2 if HELD else 1)
@@ -98,7 +98,7 @@ def build_nn(m_tiles, columns, depth, b_pitch, terms, a_pitch=None):
 def build_tn(m_tiles, columns, depth, a_pitch, b_pitch, terms):
     """``product(acc, a, b)``: acc = A^T B, both stored along the sum row by row."""
     sizes = m_tiles, columns // 8, depth // 8
-    a, b = Rows(a_pitch, True), Rows(b_pitch, True)
+    a, b = SwizzledRows(a_pitch, True), SwizzledRows(b_pitch, True)
     multiply = ptx.product_swizzled(*sizes, a, b, terms, fresh=True)
     _, across_a, _ = build_lane(a_pitch)
     _, across_b, _ = build_lane(b_pitch)

@@ -15,7 +15,7 @@ from numba_flash.cuda.sm80.tiles import padded, pitch
 CHUNK_BYTES = WORD * CHUNK
 
 
-class Rows(NamedTuple):
+class PlaneRows(NamedTuple):
     """Rows of an array on their way from shared memory to planes.
 
     Attributes
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
 
 class Writers(NamedTuple):
-    """Functions of `Rows`; see `build_writers`."""
+    """Functions of `PlaneRows`; see `build_writers`."""
 
     fetch: Any
     keys: Any

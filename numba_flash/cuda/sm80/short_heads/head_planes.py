@@ -1,6 +1,6 @@
 """All rows of a head in float32 on their way to planes of float16
-(`numba_flash.cuda.passes.split`), in the shared memory of the block that multiplies them: they are
-read from memory once, and nobody writes planes there.
+(`numba_flash.cuda.passes.write_planes`), in the shared memory of the block that multiplies them:
+they are read from memory once, and nobody writes planes there.
 
 A row of float32 takes the bytes of its two planes, so it becomes them where it is.
 """
@@ -8,7 +8,7 @@ A row of float32 takes the bytes of its two planes, so it becomes them where it 
 from typing import Any, NamedTuple
 
 from numba_flash.cuda import ptx
-from numba_flash.cuda.passes.split import (
+from numba_flash.cuda.passes.write_planes import (
     FARTHEST,
     INFINITE,
     SAMPLES,
@@ -178,7 +178,7 @@ def build_meet(warps):
     return tell, hear
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """Of a warp's rows of A on their way into registers; see `build_rows`."""
 
     raw: Any
@@ -213,7 +213,7 @@ def build_rows(m_tiles, head_dim):
 
     @inline
     def load(raw, x, row, stop):
-        load_all(Rows(raw, ptx.global_address(x), x.strides[0], row, stop))
+        load_all(HeadRows(raw, ptx.global_address(x), x.strides[0], row, stop))
 
     @inline
     def power_of(raw, up, down, most):

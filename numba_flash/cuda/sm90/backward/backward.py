@@ -25,7 +25,7 @@ from numba_flash.cuda.score.swizzle import ROW_BYTES, panel_bytes
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, one_type
 from numba_flash.cuda.sm90.backward import option_gradients, plain_gradients
-from numba_flash.cuda.sm90.backward.backward_stage import Held
+from numba_flash.cuda.sm90.backward.backward_stage import PairRegisters
 from numba_flash.cuda.sm90.backward.load_backward import build_kernel
 from numba_flash.cuda.sm90.backward.softmax_backward import ROWS, await_item
 from numba_flash.cuda.sm90.config import BackwardConfig
@@ -46,7 +46,7 @@ def build(config: BackwardConfig):
         the slots of a section.
     flags : int32, one per (b0, b1, head, row block), and one more: the number of the next work
         item; none of a tile ``in_slots``.
-    extras : lengths, arrays of options, and with ``options.listed`` lists, see
+    extras : lengths, arrays of options, and with ``options.block_sparse`` lists, see
         `numba_flash.cuda.arguments`.
     sizes, scales : `Sizes`, and `Scales` or `OptionScales`, of `numba_flash.cuda.sm90.arguments`;
         of a tile ``in_slots`` sizes of the section, and work items of other sections are not done.
@@ -68,7 +68,7 @@ def build(config: BackwardConfig):
     part_of, release_before, recompute_p = stage.part_of, stage.release_before, stage.recompute_p
     differentiate_cap, differentiate = stage.differentiate_cap, stage.differentiate
     next_step, EARLY = stage.next_step, stage.early
-    SLOPES, WORDS, KEPT = stage.slopes, stage.words, stage.kept
+    SLOPES, WORDS, KEPT = stage.slopes, stage.words, stage.resident
     start_dp = wgmma.build_scores(COLUMNS, head_dim_v, BLOCK_N, BFLOAT16, BLOCK_M)
     start_dv = wgmma.build_values(COLUMNS, head_dim_v, BFLOAT16)
     start_dk = wgmma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)
@@ -97,46 +97,46 @@ def build(config: BackwardConfig):
         dk_acc = cuda.local.array(OUTPUTS_K, f32)  # of dK
         dv_acc = cuda.local.array(OUTPUTS_V, f32)  # of dV
         dq = cuda.local.array(32, f32)  # of a tile of dQ
-        held = Held(slope, bias_mask, box)
+        held = PairRegisters(slope, bias_mask, box)
         # half of the columns of dS^T, or of those of K; what it computes of columns that K lacks is
         # left out when it is rounded
         ds_half, k_half = (me * K_PANEL, 0) if SPLIT_ROWS else (0, me * K_PANEL)
-        mine, turn, n = u32(me * MINE), u32(0), u32(0)
+        mine, item_n, n = u32(me * MINE), u32(0), u32(0)
         while True:
-            count = await_item(smem, WORK, turn)
+            count = await_item(smem, WORK, item_n)
             if count == END:
                 break
-            k_tile = pipeline.tile(smem, K, turn)
+            k_tile = pipeline.tile(smem, K, item_n)
             k_rows = wgmma.descriptor(k_tile + mine, u32(0))
-            v_rows = find_v_rows(smem, turn, k_rows, mine)
+            v_rows = find_v_rows(smem, item_n, k_rows, mine)
             k_columns = wgmma.descriptor(k_tile + u32(k_half), u32(K_PANEL))
             zero_k(dk_acc)
             zero_v(dv_acc)
             begin = n
-            step, end = begin_item(held, sT, smem, turn, me, n, count, k_rows, given)
-            begin_sink(smem, turn, me)
+            step, end = begin_item(held, sT, smem, item_n, me, n, count, k_rows, given)
+            begin_sink(smem, item_n, me)
             while n != end:
                 q_rows, do_rows = pipeline.tile(smem, Q, n), pipeline.tile(smem, DO, n)
-                begin_tile(smem, turn, me, n, step)
+                begin_tile(smem, item_n, me, n, step)
                 part, more = u32(0), True
                 while more:  # not over a range: LLVM would find late that of one part it is no loop
                     behind = u32(part * u32(PART_BYTES))
                     if not AHEAD:  # (1) S^T = K Q^T
                         start_scores(sT, smem, me, n, part, k_rows)
-                    wait_do(smem, turn, me, n, step)
+                    wait_do(smem, item_n, me, n, step)
                     if KEEPS_DS and not AHEAD:  # dK is complete: dP can have the registers of dS
                         ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                     # (4) dP^T = V dO^T
                     start_dp(dpT, v_rows, wgmma.descriptor(do_rows + behind, u32(0)))
                     if EARLY and part == 0:
                         hand_over(smem, n, begin)  # (7) of the tile before
-                    x = part_of(smem, turn, me, n, part, step, given)
+                    x = part_of(smem, item_n, me, n, part, step, given)
                     if not AHEAD:
                         ptx.wgmma_wait(sT, sT, ONE, SCORES, NONE)
                         if part == 0:
                             release_before(smem, n, begin)
                     # (2) P^T = exp(S^T - lse), in the place of S^T, between options and dropout
-                    recompute_p(sT, held, smem, turn, me, n, part, x, given)
+                    recompute_p(sT, held, smem, item_n, me, n, part, x, given)
                     # A branch here keeps the assembler from waiting for dP before P, and one above
                     # from waiting for a bias before S.
                     if not EARLY and part == 0:
@@ -144,7 +144,7 @@ def build(config: BackwardConfig):
                     ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
                     if AHEAD:
                         release_before(smem, n, begin)
-                    release_v(smem, turn, n, end)
+                    release_v(smem, item_n, n, end)
                     ds = u32(smem + u32(DS) + n % u32(2) * u32(DS_BYTES))
                     # (5) dS^T = P^T * (dP^T - delta)
                     differentiate_cap(dpT, sT, smem, me, n, given)
@@ -160,9 +160,9 @@ def build(config: BackwardConfig):
                     part = u32(part + u32(1))
                     more = part != u32(PARTS)
                 ptx.fence_proxy_async()
-                step = next_step(smem, turn, me, step)
+                step = next_step(smem, item_n, me, step)
                 if AHEAD:
-                    start_next(sT, smem, turn, me, n, end, step, k_rows)
+                    start_next(sT, smem, item_n, me, n, end, step, k_rows)
                 share(smem, me, given.dq_sum, n)
                 # (7) dQ = dS K, (6) dK = dK + dS^T Q
                 start_dq(dq, dv_acc, ds + u32(ds_half), k_columns)
@@ -171,13 +171,13 @@ def build(config: BackwardConfig):
                     start_dk_of(dk_acc, dsT, q_columns)
                 else:
                     start_dk(dk_acc, wgmma.descriptor(ds + mine, u32(0)), q_columns)
-                read_first(held, smem, turn, me, u32(n + u32(1)), end, given)
+                read_first(held, smem, item_n, me, u32(n + u32(1)), end, given)
                 wait_dq(dq, dv_acc, sT)
                 pipeline.release_group(smem, DO, n)
                 put_dq(smem, me, n, dq)
                 n = u32(n + 1)
-            finish(given, smem, turn, me, n, dk_acc, dv_acc)
-            turn = u32(turn + 1)
+            finish(given, smem, item_n, me, n, dk_acc, dv_acc)
+            item_n = u32(item_n + 1)
         end_sink()
 
     return build_kernel(config, consume)

@@ -8,7 +8,7 @@ dV = dV + P^T dO, dK = dK + dS^T Q: a `BackwardStage`. The loop,
 from typing import Any, NamedTuple
 
 
-class Held(NamedTuple):
+class PairRegisters(NamedTuple):
     """Arrays in a consumer's registers that belong to pairs.
 
     Attributes
@@ -31,30 +31,31 @@ class BackwardStage(NamedTuple):
 
     A consumer goes through the n-th tile of all in parts of ``tile.columns`` queries. `step` says
     which tile of the work item that is, as in `numba_flash.cuda.sm90.backward.softmax_backward`,
-    unless that is noted. A part, `x`, is the stage's own. `held` is a `Held`; `given` are the
-    kernel's arguments.
+    unless that is noted. A part, `x`, is the stage's own. `held` is a `PairRegisters`; `given` are
+    the kernel's arguments.
 
     Attributes
     ----------
     begin_item : function
-        ``begin_item(held, sT, smem, turn, me, n, count, k_rows, given)``: wait for K and V of a
+        ``begin_item(held, sT, smem, item_n, me, n, count, k_rows, given)``: wait for K and V of a
         work item whose first tile is the n-th, and, if the tile says ahead, for (1) S^T of that;
         `count` is how many tiles each head has. Returns the first step, and `end`, the number of
         the first tile of the next work item.
     begin_tile : function
-        ``begin_tile(smem, turn, me, n, step)``: wait for Q of the n-th tile, unless its S^T was
+        ``begin_tile(smem, item_n, me, n, step)``: wait for Q of the n-th tile, unless its S^T was
         started ahead, and perhaps for its dO.
     start_scores : function
         ``start_scores(sT, smem, me, n, part, k_rows)``: start (1) S^T = K Q^T of a part.
     wait_do : function
-        ``wait_do(smem, turn, me, n, step)``: wait for dO, unless `begin_tile` has.
+        ``wait_do(smem, item_n, me, n, step)``: wait for dO, unless `begin_tile` has.
     part_of : function
-        ``part_of(smem, turn, me, n, part, step, given)``: `x`.
+        ``part_of(smem, item_n, me, n, part, step, given)``: `x`.
     release_before : function
         ``release_before(smem, n, begin)``: (1) of the n-th tile is complete, and so are all
         products of the tile before it; `begin` is the first tile of the work item.
     recompute_p : function
-        ``recompute_p(sT, held, smem, turn, me, n, part, x, given)``: the options, (2) P^T = exp(S^T
+        ``recompute_p(sT, held, smem, item_n, me, n, part, x, given)``: the options, (2) P^T =
+        exp(S^T
         - lse), in the place of S^T, and dropout. What belongs to the next part may be read ahead.
     differentiate_cap : function
         ``differentiate_cap(dpT, sT, smem, me, n, given)``: dP^T - delta times a softcap's slope, if
@@ -63,25 +64,25 @@ class BackwardStage(NamedTuple):
         ``differentiate(dpT, sT, held, smem, me, n, x, chunk, given)``: (5) dS^T, in the place of
         dP^T, of 16 columns: a chunk of 8 and the next.
     next_step : function
-        ``next_step(smem, turn, me, step)``: the step after one.
+        ``next_step(smem, item_n, me, step)``: the step after one.
     start_next : function
-        ``start_next(sT, smem, turn, me, n, end, step, k_rows)``: start (1) of the tile after the
+        ``start_next(sT, smem, item_n, me, n, end, step, k_rows)``: start (1) of the tile after the
         n-th; only of a tile that says ahead.
     read_first : function
-        ``read_first(held, smem, turn, me, n, end, given)``: what belongs to the first part of the
+        ``read_first(held, smem, item_n, me, n, end, given)``: what belongs to the first part of the
         n-th tile, if that is of this work item, may be read ahead.
     release_last : function
         ``release_last(smem, n)``: all products of the tile before the n-th, the last one of a work
         item, are complete.
     factors : function
-        ``factors(smem, turn, factor, scaled, scales)``: what dV and dK are multiplied by.
+        ``factors(smem, item_n, factor, scaled, scales)``: what dV and dK are multiplied by.
     early : bool
         The tile of dQ before is handed over before S is waited for, or else when P is there.
     interleaved : bool
         Keys, and so rows of dK and dV in registers, are in the order of
         `numba_flash.cuda.sm90.interleave`.
-    slopes, words, kept : int
-        Registers of each array of `Held`.
+    slopes, words, resident : int
+        Registers of each array of `PairRegisters`.
     """
 
     begin_item: Any
@@ -102,4 +103,4 @@ class BackwardStage(NamedTuple):
     interleaved: bool
     slopes: int
     words: int
-    kept: int
+    resident: int

@@ -70,7 +70,8 @@ class BackwardTile(WarpGroups):
     rounds_dq : bool
         A warp rounds dQ.
     planes : int
-        Of float32 (`numba_flash.cuda.passes.split`), of which the two slots of dS^T are those.
+        Of float32 (`numba_flash.cuda.passes.write_planes`), of which the two slots of dS^T are
+        those.
     shares_keys : bool
         Of planes, beyond head dimension 64: consumers have the same keys, and each computes some
         columns of dQ, not dQ of its own keys. P^T goes from one to the other, in float32.
@@ -182,7 +183,7 @@ class BackwardTile(WarpGroups):
         if self.part:
             behind["bias"] = Slots(ds_bytes, DS_SLOTS, of="ds")
         if self.relative:
-            behind["added"] = Buffer(self.added_bytes, self.stages)
+            behind["relative"] = Buffer(self.relative_bytes, self.stages)
         if self.rounds_dq:  # matrices of 8 rows, swizzled, begin at a multiple of 512 bytes
             behind["rounding"] = Buffer(WORDS_BYTES)
             behind["rounded"] = Buffer(ROUNDED_BYTES, self.rounded_slots, ALIGNMENT)
@@ -247,21 +248,21 @@ class DqTile(WarpGroups):
 
     Attributes
     ----------
-    listed : bool
+    block_sparse : bool
         Tiles of dS have slots, which lists name; else they are as `WideTile` leaves them.
     """
 
-    listed: bool
+    block_sparse: bool
     consumers: ClassVar[int] = 2
     block_m: ClassVar[int] = 2 * KEYS
 
     @property
     def registers(self) -> tuple[int, int]:
-        return LISTING if self.listed else REGISTERS[self.consumers]
+        return LISTING if self.block_sparse else REGISTERS[self.consumers]
 
     @property
     def block_n(self) -> int:
-        return 2 * KEYS if self.listed else KEYS
+        return 2 * KEYS if self.block_sparse else KEYS
 
     @property
     def ds_bytes(self) -> int:
@@ -276,7 +277,7 @@ class DqTile(WarpGroups):
         return lay_out({"o": staged, "tiles": Slots(slot, stages), "work": WORK})
 
 
-WIDE_DQ_TILE, DQ_TILE = DqTile(listed=False), DqTile(listed=True)
+WIDE_DQ_TILE, DQ_TILE = DqTile(block_sparse=False), DqTile(block_sparse=True)
 
 # Registers limit the tile: they hold dK, dV, S and dP, so that there are 128 queries up to D = 64,
 # and half as many at D = 128, where S of the next tile is begun ahead. At D = 128 nothing else that
@@ -304,13 +305,13 @@ def backward_tile(problem) -> BackwardTile | WideTile:
 
 
 # Tiles of float32 have two planes of each operand, and so half as many queries at D = 64. They are
-# nearly twice as fast as those of `sm80`. Measured: docs/lab/hopper_backward.md, `SPLIT_TILES`.
-SPLIT_TILES = (
+# nearly twice as fast as those of `sm80`. Measured: docs/lab/hopper_backward.md, `PLANES_TILES`.
+PLANES_TILES = (
     Row(ANY, 64, 64, BackwardTile(64, 2, 2, False, planes=2)),
     Row(ANY, 128, 128, BackwardTile(64, 2, 1, False, planes=2, shares_keys=True)),
 )
 
 
-def split_backward_tile(problem) -> BackwardTile:
+def planes_backward_tile(problem) -> BackwardTile:
     """Tile of the main kernel of float32."""
-    return fitting(SPLIT_TILES, problem)
+    return fitting(PLANES_TILES, problem)

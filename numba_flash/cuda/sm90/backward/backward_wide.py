@@ -21,7 +21,7 @@ from numba_flash.cuda.sm90.backward import softmax_backward
 from numba_flash.cuda.sm90.backward.load_backward import WORD, build_kernel
 from numba_flash.cuda.sm90.backward.softmax_backward import BOUND, await_item, place_of
 from numba_flash.cuda.sm90.config import BackwardConfig
-from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.pipeline import TilePlace
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 
 
@@ -69,16 +69,16 @@ def build(config: BackwardConfig):
     put_dv_left, put_dv_right = (put_half(head_dim_v, HALF_V, first) for first in (0, HALF_V))
 
     @inline
-    def begin_item(smem, turn, me, group):
+    def begin_item(smem, item_n, me, group):
         """Wait for K and V of a work item; returns its first step."""
-        note_bounds(smem, turn, me, group)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
-        pipeline.wait_ready(smem, K, turn)
-        pipeline.wait_ready(smem, V, turn)
+        note_bounds(smem, item_n, me, group)
+        keys = pipeline.read(smem, WORK, item_n, WORD.keys)
+        keys -= pipeline.read(smem, WORK, item_n, WORD.row0)
+        pipeline.wait_ready(smem, K, item_n)
+        pipeline.wait_ready(smem, V, item_n)
         if SEQUENCES:
-            clear_k(smem, K, turn, keys, me)
-            clear_v(smem, V, turn, keys, me)
+            clear_k(smem, K, item_n, keys, me)
+            clear_v(smem, V, item_n, keys, me)
         return bound(smem, me, BOUND.begin)
 
     @inline
@@ -108,24 +108,24 @@ def build(config: BackwardConfig):
             ptx.bulk_wait_read()
 
     @inline
-    def finish(maps, smem, turn, me, dk, dv, dk_acc, dv_acc, scales):
+    def finish(maps, smem, item_n, me, dk, dv, dk_acc, dv_acc, scales):
         """Store this consumer's columns of dK and dV of a work item, by way of where P^T or dS^T
         was.
         """
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
         scaled = cuda.local.array(2, f32)
-        at = place_of(smem, WORK, turn, 0)
-        k0 = pipeline.read(smem, WORK, turn, WORD.k0)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        factors(smem, turn, factor, scaled, scales)
-        pipeline.release(smem, WORK, turn)
+        at = place_of(smem, WORK, item_n, 0)
+        k0 = pipeline.read(smem, WORK, item_n, WORD.k0)
+        keys = pipeline.read(smem, WORK, item_n, WORD.keys)
+        factors(smem, item_n, factor, scaled, scales)
+        pipeline.release(smem, WORK, item_n)
         if TO_MAP:
             room = u32(smem + u32(P + me * ROOM))
             await_store()
             pipeline.meet_consumers(CONSUMERS)  # P^T and dS^T have been read
-            of_dv = Place(me * HALF_V, at.row, at.head, at.b1, at.b0)
+            of_dv = TilePlace(me * HALF_V, at.row, at.head, at.b1, at.b0)
             stage_dv(maps[5], room, dv_acc, factor, me, of_dv)
-            of_dk = Place(me * HALF_K, at.row, at.head, at.b1, at.b0)
+            of_dk = TilePlace(me * HALF_K, at.row, at.head, at.b1, at.b0)
             stage_dk(maps[4], room, dk_acc, scaled, me, of_dk)
             await_store()
             pipeline.meet_consumers(CONSUMERS)  # there is room for P^T and dS^T again
@@ -160,31 +160,31 @@ def build(config: BackwardConfig):
         do_rows = wgmma.descriptor(do_tile + u32(me * MINE), u32(0))
         q_columns = wgmma.descriptor(q_tile + u32(me * LEFT_K), u32(Q_PANEL))
         do_columns = wgmma.descriptor(do_tile + u32(me * LEFT_V), u32(Q_PANEL))
-        turn, n, row_blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
+        item_n, n, row_blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         while True:
-            count = await_item(smem, WORK, turn)
+            count = await_item(smem, WORK, item_n)
             if count == END:
                 break
-            k_rows = wgmma.descriptor(pipeline.tile(smem, K, turn), u32(0))
-            v_rows = wgmma.descriptor(pipeline.tile(smem, V, turn), u32(0))
-            item_row0 = pipeline.read(smem, WORK, turn, WORD.row0)
+            k_rows = wgmma.descriptor(pipeline.tile(smem, K, item_n), u32(0))
+            v_rows = wgmma.descriptor(pipeline.tile(smem, V, item_n), u32(0))
+            item_row0 = pipeline.read(smem, WORK, item_n, WORD.row0)
             block = i32(item_row0 // BLOCK_N - sizes.first_block)
             zero_k(dk_acc)
             zero_v(dv_acc)
-            step = begin_item(smem, turn, me, i32(sizes.group))
+            step = begin_item(smem, item_n, me, i32(sizes.group))
             end = u32(n + u32(count * i32(sizes.group)))
-            number = i32(pipeline.read(smem, WORK, turn, WORD.base) + step)
+            number = i32(pipeline.read(smem, WORK, item_n, WORD.base) + step)
             # (4) dP^T = V dO^T of the first tile
-            wait_do(smem, turn, me, n, step)
+            wait_do(smem, item_n, me, n, step)
             start_dp(dpT, v_rows, do_rows)
             while n != end:
                 # (1) S^T = K Q^T
-                wait_q(smem, turn, me, n, step)
+                wait_q(smem, item_n, me, n, step)
                 start_scores(sT, k_rows, q_rows)
                 await_store()
                 ptx.wgmma_wait(sT, dpT, NONE, SCORES, SCORES)
                 # (2) P^T = exp(S^T - lse), in the place of S^T
-                recompute_p(sT, smem, turn, me, n, step, scales)
+                recompute_p(sT, smem, item_n, me, n, step, scales)
                 share(smem, P, me, sT)
                 # (3) dV = dV + P^T dO
                 start_dv(dv_acc, pT_all, do_columns)
@@ -198,21 +198,21 @@ def build(config: BackwardConfig):
                 start_dk(dk_acc, dsT_all, q_columns)
                 ptx.wgmma_wait(dv_acc, dv_acc, ONE, OUTPUTS_V, NONE)
                 pipeline.release_group(smem, DO, n)
-                before, step = step, next_step(smem, turn, me, step)
+                before, step = step, next_step(smem, item_n, me, step)
                 next_head = row_blocks if step >= before else i32(0)
                 number = i32(number - (before - step) + next_head)
                 # (4) dP^T = V dO^T of the next tile; after an item's last one nobody uses it
                 if u32(n + u32(1)) != end:
-                    wait_do(smem, turn, me, u32(n + u32(1)), step)
+                    wait_do(smem, item_n, me, u32(n + u32(1)), step)
                 start_dp(dpT, v_rows, do_rows)
                 ptx.wgmma_wait(dk_acc, dk_acc, ONE, OUTPUTS_K, NONE)
                 pipeline.release_group(smem, Q, n)
                 n = u32(n + 1)
             ptx.wgmma_wait(dpT, dpT, NONE, SCORES, NONE)
-            pipeline.release_group(smem, K, turn)
-            pipeline.release_group(smem, V, turn)
-            finish(maps, smem, turn, me, dk, dv, dk_acc, dv_acc, scales)
-            turn = u32(turn + 1)
+            pipeline.release_group(smem, K, item_n)
+            pipeline.release_group(smem, V, item_n)
+            finish(maps, smem, item_n, me, dk, dv, dk_acc, dv_acc, scales)
+            item_n = u32(item_n + 1)
         if cuda.threadIdx.x % WARP_GROUP == 0:
             ptx.bulk_wait()
 

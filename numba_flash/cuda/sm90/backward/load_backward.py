@@ -40,7 +40,7 @@ from numba_flash.cuda.sm90.dq.add_dq import build_add_dq
 from numba_flash.cuda.sm90.dq.round_dq import build_write_and_round
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
 from numba_flash.cuda.sm90.pair_tiles import build_load_bias
-from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.pipeline import TilePlace
 from numba_flash.cuda.sm90.tiles import ADDERS, WARP_GROUP
 from numba_flash.cuda.work import schedule, tile_lists
 
@@ -57,14 +57,14 @@ class WriteWork(NamedTuple):
 
 def build_write_work(banded, ordered, options, tile, layout):
     """``write_work(smem, dk, lse2, flags, extras, sizes)``: write down what this block's work items
-    are, ahead of the other threads. ``write_next(smem, turn, dk, lse2, flags, extras, sizes)``:
+    are, ahead of the other threads. ``write_next(smem, item_n, dk, lse2, flags, extras, sizes)``:
     only that of a turn, where each has something to do; or that there is none: False.
 
     Arguments are those of `build_kernel` and of its kernel.
     """
     BLOCK_M, BLOCK_N = tile.block_m, tile.block_n
     WORK, FETCHED = one_type(layout.work), one_type(layout.fetched)
-    PACKED, QUEUED = options.packed, options.listed and not ordered
+    PACKED, QUEUED = options.packed, options.block_sparse and not ordered
     BANDED, CLAIMS = banded, walk_backward.claims(banded, ordered, options, tile)
     UPWARD = may_go_upward(ordered, options)
     item_of = schedule.build_item(options, banded, False, BLOCK_N, BLOCK_M, True, QUEUED, UPWARD)
@@ -74,14 +74,14 @@ def build_write_work(banded, ordered, options, tile, layout):
     listed_together = build_walk(BLOCK_N, layout.work, tile.share).together
 
     @inline
-    def next_number(smem, turn, taken, flags, extras, sizes):
+    def next_number(smem, item_n, taken, flags, extras, sizes):
         """Number of the next work item. If a block CLAIMS it, whom it waits for has been claimed
         before, by a block at work, however few blocks the GPU has room for. It does so when it has
         asked for all tiles of the last one, lest others wait longer; if dS goes to memory, before.
         """
         if CLAIMS:
-            if turn != u32(0):
-                pipeline.wait_ready(smem, FETCHED, u32(turn - u32(1)))
+            if item_n != u32(0):
+                pipeline.wait_ready(smem, FETCHED, u32(item_n - u32(1)))
             if IN_SLOTS:
                 return ds_slots.claim(extras.places, sizes, 0)
             if QUEUED:
@@ -93,7 +93,7 @@ def build_write_work(banded, ordered, options, tile, layout):
         return i32(taken * cuda.gridDim.x + cuda.blockIdx.x)
 
     @inline
-    def write_item(smem, turn, number, dk, lse2, extras, sizes):
+    def write_item(smem, item_n, number, dk, lse2, extras, sizes):
         """Write down a work item; False if it has nothing to do."""
         item = item_of(number, dk.shape, extras, sizes)
         if IN_PARTS:
@@ -131,39 +131,39 @@ def build_write_work(banded, ordered, options, tile, layout):
             base=base,
         )
         for word in range(len(work)):
-            pipeline.write(smem, WORK, turn, word, work[word])
+            pipeline.write(smem, WORK, item_n, word, work[word])
         if NOTED:
-            pipeline.write(smem, WORK, turn, BACKWARD_SCORES_B1, item.b1)
-            pipeline.write(smem, WORK, turn, BACKWARD_TILES, tiles)
+            pipeline.write(smem, WORK, item_n, BACKWARD_SCORES_B1, item.b1)
+            pipeline.write(smem, WORK, item_n, BACKWARD_TILES, tiles)
         return True
 
     @inline
     def write_work(smem, dk, lse2, flags, extras, sizes):
-        turn, taken, there = u32(0), u32(0), True
+        item_n, taken, there = u32(0), u32(0), True
         items = ds_slots.items(extras.places, sizes) if IN_SLOTS else sizes.items
         while there:
-            pipeline.wait_free(smem, WORK, turn)
-            number = next_number(smem, turn, taken, flags, extras, sizes)
+            pipeline.wait_free(smem, WORK, item_n)
+            number = next_number(smem, item_n, taken, flags, extras, sizes)
             taken = u32(taken + 1)
             there = number < items
             if there:
-                if not write_item(smem, turn, number, dk, lse2, extras, sizes):
+                if not write_item(smem, item_n, number, dk, lse2, extras, sizes):
                     continue
             else:
-                pipeline.write(smem, WORK, turn, WORD.count, END)
-            pipeline.commit(smem, WORK, turn)
-            turn = u32(turn + 1)
+                pipeline.write(smem, WORK, item_n, WORD.count, END)
+            pipeline.commit(smem, WORK, item_n)
+            item_n = u32(item_n + 1)
 
     @inline
-    def write_next(smem, turn, dk, lse2, flags, extras, sizes):
-        pipeline.wait_free(smem, WORK, turn)
-        number = next_number(smem, turn, turn, flags, extras, sizes)
+    def write_next(smem, item_n, dk, lse2, flags, extras, sizes):
+        pipeline.wait_free(smem, WORK, item_n)
+        number = next_number(smem, item_n, item_n, flags, extras, sizes)
         there = number < sizes.items
         if there:
-            write_item(smem, turn, number, dk, lse2, extras, sizes)
+            write_item(smem, item_n, number, dk, lse2, extras, sizes)
         else:
-            pipeline.write(smem, WORK, turn, WORD.count, END)
-        pipeline.commit(smem, WORK, turn)
+            pipeline.write(smem, WORK, item_n, WORD.count, END)
+        pipeline.commit(smem, WORK, item_n)
         return there
 
     return WriteWork(write_work, write_next)
@@ -181,11 +181,11 @@ def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
     DO_FIRST, COPIES_BIAS = not tile.adds_dq and not IN_SLOTS, tile.copies_bias
     K, V, WORK, FETCHED = map(one_type, (layout.k, layout.v, layout.work, layout.fetched))
     width, width_v = tile.width(head_dim), tile.width(head_dim_v)
-    RELATIVE, ADDED_BYTES = options.relative, tile.added_bytes if options.relative else 0
+    RELATIVE, RELATIVE_BYTES = options.relative, tile.relative_bytes if options.relative else 0
     of_q = layout.q, width, BLOCK_M, layout.lse, tile.planes
-    load_q = pipeline.build_load_rows(*of_q, ADDED_BYTES)
-    added = layout.added if options.relative else 0
-    load_added = pipeline.build_load_numbers(layout.q, added, ADDED_BYTES)
+    load_q = pipeline.build_load_rows(*of_q, RELATIVE_BYTES)
+    relative_at = layout.relative if options.relative else 0
+    load_relative = pipeline.build_load_numbers(layout.q, relative_at, RELATIVE_BYTES)
     address_of = relative.build_address(BLOCK_M)
     load_do = pipeline.build_load_rows(layout.do, width_v, BLOCK_M, layout.delta, tile.planes)
     load_k = pipeline.build_load(K, width, BLOCK_N, 0, tile.planes, ptx.ONCE)
@@ -194,44 +194,44 @@ def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
     note_tile = build_note_tile(layout) if NOTED else None
     walk, tile_at = build_walk(BLOCK_N, layout.work, tile.share), build_tile_at(upward)
     TOGETHER = goes_together(options, tile)
-    listing_of, listed, last_slot = walk.listing_of, walk.listed, walk.last_slot
+    listing_of, listed, last_slot = walk.listing_of, walk.block_sparse, walk.last_slot
     load_bias = build_load_bias(tile, layout) if COPIES_BIAS else None
 
     @inline
-    def let_claim(smem, turn, begins):
+    def let_claim(smem, item_n, begins):
         """The next work item may be claimed: as this one `begins`, where nobody waits for it."""
         if CLAIMS and begins == IN_SLOTS:
-            pipeline.commit(smem, FETCHED, turn)
+            pipeline.commit(smem, FETCHED, item_n)
 
     @inline
     def produce(maps, smem, lse2, delta, extras, group, sizes):
-        turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
+        item_n, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
         lse2_address, delta_address = ptx.global_address(lse2), ptx.global_address(delta)
-        pipeline.wait_ready(smem, WORK, turn)
-        count = pipeline.read(smem, WORK, turn, WORD.count)
+        pipeline.wait_ready(smem, WORK, item_n)
+        count = pipeline.read(smem, WORK, item_n, WORD.count)
         while count != END:
-            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-            kv_head = pipeline.read(smem, WORK, turn, WORD.kv_head)
-            first = pipeline.read(smem, WORK, turn, WORD.first)
-            key = pipeline.read(smem, WORK, turn, WORD.k0)
-            key += pipeline.read(smem, WORK, turn, WORD.row0)
-            pipeline.wait_free(smem, K, turn)
-            load_k(maps[2], smem, turn, Place(0, key, kv_head, b1, b0))
+            b0 = pipeline.read(smem, WORK, item_n, WORD.b0)
+            b1 = pipeline.read(smem, WORK, item_n, WORD.b1)
+            kv_head = pipeline.read(smem, WORK, item_n, WORD.kv_head)
+            first = pipeline.read(smem, WORK, item_n, WORD.first)
+            key = pipeline.read(smem, WORK, item_n, WORD.k0)
+            key += pipeline.read(smem, WORK, item_n, WORD.row0)
+            pipeline.wait_free(smem, K, item_n)
+            load_k(maps[2], smem, item_n, TilePlace(0, key, kv_head, b1, b0))
             begin = n
-            let_claim(smem, turn, True)
+            let_claim(smem, item_n, True)
             for outer in range(count if TOGETHER else group):
                 whole, inners = False, group if TOGETHER else count
                 if MASKED:
                     head = i32(kv_head * group + outer)
-                    listing = listing_of(smem, turn, head, extras)
+                    listing = listing_of(smem, item_n, head, extras)
                     inners = listing.count
                 if IN_SLOTS:
-                    last = last_slot(smem, turn, head, listing, extras, sizes)
+                    last = last_slot(smem, item_n, head, listing, extras, sizes)
                 for inner in range(inners):
                     g, t = (inner, outer) if TOGETHER else (outer, inner)
                     head = i32(kv_head * group + g)
-                    base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
+                    base = i32(pipeline.read(smem, WORK, item_n, WORD.base) + g * blocks)
                     at = tile_at(first, t)
                     if MASKED:
                         at, whole = listed(listing, t)
@@ -240,30 +240,30 @@ def build_produce(head_dim, head_dim_v, claims, upward, options, tile, layout):
                         note_tile(smem, n, StoredNote(i32(at * BLOCK_M), head, i32(whole), slot))
                     elif NOTED:
                         note_tile(smem, n, TileNote(i32(at * BLOCK_M), head, i32(whole)))
-                    row = i32(pipeline.read(smem, WORK, turn, WORD.q0) + at * i32(BLOCK_M))
+                    row = i32(pipeline.read(smem, WORK, item_n, WORD.q0) + at * i32(BLOCK_M))
                     offset = u64(u32(i32(base + at))) * u64(ROW_BYTES)
-                    place = Place(0, row, head, b1, b0)
+                    place = TilePlace(0, row, head, b1, b0)
                     if not DO_FIRST:
                         load_q(maps[1], smem, n, place, u64(lse2_address + offset))
                     if RELATIVE:
-                        col0 = pipeline.read(smem, WORK, turn, WORD.row0)
-                        address = address_of(extras.added, head, i32(at * BLOCK_M), col0)
-                        load_added(smem, n, address)
+                        col0 = pipeline.read(smem, WORK, item_n, WORD.row0)
+                        address = address_of(extras.relative, head, i32(at * BLOCK_M), col0)
+                        load_relative(smem, n, address)
                     if n == begin if MASKED else g == 0 and t == 0:
-                        pipeline.wait_free(smem, V, turn)
-                        load_v(maps[3], smem, turn, Place(0, key, kv_head, b1, b0))
+                        pipeline.wait_free(smem, V, item_n)
+                        load_v(maps[3], smem, item_n, TilePlace(0, key, kv_head, b1, b0))
                     load_do(maps[0], smem, n, place, u64(delta_address + offset))
                     if DO_FIRST:
                         load_q(maps[1], smem, n, place, u64(lse2_address + offset))
                     if COPIES_BIAS:
-                        of_bias = Place(key, i32(at * BLOCK_M), head, b1, b0)
+                        of_bias = TilePlace(key, i32(at * BLOCK_M), head, b1, b0)
                         load_bias(maps[BIAS_MAP], smem, n, of_bias, extras.bias)
                     n = u32(n + 1)
-            let_claim(smem, turn, False)
-            pipeline.release(smem, WORK, turn)
-            turn = u32(turn + 1)
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.read(smem, WORK, turn, WORD.count)
+            let_claim(smem, item_n, False)
+            pipeline.release(smem, WORK, item_n)
+            item_n = u32(item_n + 1)
+            pipeline.wait_ready(smem, WORK, item_n)
+            count = pipeline.read(smem, WORK, item_n, WORD.count)
 
     return produce
 

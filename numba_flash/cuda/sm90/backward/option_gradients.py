@@ -82,15 +82,15 @@ def build_part_of(tile, layout):
         return u32(smem + u32(offset) + n % u32(slots) * u32(ROWS_BYTES) + u32(mine))
 
     @inline
-    def part_of(smem, turn, me, n, part, step, given):
+    def part_of(smem, item_n, me, n, part, step, given):
         row0 = i32(note(smem, n, NOTE.row0) + part * COLUMNS)
-        key = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS + first_key())
-        low = pipeline.read(smem, WORK, turn, WORD.low)
-        high = pipeline.read(smem, WORK, turn, WORD.high)
-        queries = pipeline.read(smem, WORK, turn, WORD.queries)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, BACKWARD_SCORES_B1)
+        key = i32(pipeline.read(smem, WORK, item_n, WORD.row0) + me * ROWS + first_key())
+        low = pipeline.read(smem, WORK, item_n, WORD.low)
+        high = pipeline.read(smem, WORK, item_n, WORD.high)
+        queries = pipeline.read(smem, WORK, item_n, WORD.queries)
+        keys = pipeline.read(smem, WORK, item_n, WORD.keys)
+        b0 = pipeline.read(smem, WORK, item_n, WORD.b0)
+        b1 = pipeline.read(smem, WORK, item_n, BACKWARD_SCORES_B1)
         heads, batch1 = i32(given.lse2.shape[2]), i32(given.dk.shape[1])
         return Part(
             query=i32(row0 + fragment.first_column()),
@@ -106,9 +106,9 @@ def build_part_of(tile, layout):
 
 
 def build_pairs(config, layout, fetches, part_of):
-    """``fetch_first(held, smem, turn, me, n, end, given)`` and ``take_first(held, smem, me, n,
+    """``fetch_first(held, smem, item_n, me, n, end, given)`` and ``take_first(held, smem, me, n,
     end)``: what belongs to the first part of the n-th tile, from memory, if it `fetches`, and where
-    the copy engine has put it. ``read_next(held, smem, turn, me, n, part, given)``: both, of the
+    the copy engine has put it. ``read_next(held, smem, item_n, me, n, part, given)``: both, of the
     part after one.
     """
     tile, Q = config.tile, one_type(layout.q)
@@ -118,16 +118,16 @@ def build_pairs(config, layout, fetches, part_of):
     take_bias = build_take_bias(tile, layout.bias)
 
     @inline
-    def fetch(held, smem, turn, me, n, part, given):
-        x = part_of(smem, turn, me, n, part, i32(0), given)
+    def fetch(held, smem, item_n, me, n, part, given):
+        x = part_of(smem, item_n, me, n, part, i32(0), given)
         read(held.bias_mask, x.query, x.key, x.region, x.at, x.whole, given.extras)
 
     @inline
-    def fetch_first(held, smem, turn, me, n, end, given):
+    def fetch_first(held, smem, item_n, me, n, end, given):
         """What the producer writes down about a tile is there when its Q is."""
         if FETCHES and n != end:
             pipeline.wait_ready(smem, Q, n)
-            fetch(held, smem, turn, me, n, u32(0), given)
+            fetch(held, smem, item_n, me, n, u32(0), given)
 
     @inline
     def take_first(held, smem, me, n, end):
@@ -135,11 +135,11 @@ def build_pairs(config, layout, fetches, part_of):
             take_bias(held.bias_mask, held.box, smem, me, n, u32(0))
 
     @inline
-    def read_next(held, smem, turn, me, n, part, given):
+    def read_next(held, smem, item_n, me, n, part, given):
         if COPIES and part != u32(PARTS - 1):
             take_bias(held.bias_mask, held.box, smem, me, n, u32(part + 1))
         if FETCHES and part != u32(PARTS - 1):
-            fetch(held, smem, turn, me, n, u32(part + 1), given)
+            fetch(held, smem, item_n, me, n, u32(part + 1), given)
 
     return fetch_first, take_first, read_next
 
@@ -156,7 +156,7 @@ def build_p_and_ds(config, layout, read_next):
     drop, modify = build_drop(options, runs), build_modify(config.dtype, options, runs, True)
 
     @inline
-    def recompute_p(sT, held, smem, turn, me, n, part, x, given):
+    def recompute_p(sT, held, smem, item_n, me, n, part, x, given):
         scale_log2, parameters = given.scales.scale_log2, given.scales.parameters
         modify(sT, held.slope, held.bias_mask, x.query, x.key, x.region, x.at, x.whole, parameters)
         for j in range(SCORES // 4):
@@ -165,7 +165,7 @@ def build_p_and_ds(config, layout, read_next):
                 sT[4 * j + i] = ptx.ex2(sT[4 * j + i] * scale_log2 - shift[i % 2])
         if DROPOUT:
             drop(sT, x.query, x.key, x.at, parameters)
-        read_next(held, smem, turn, me, n, part, given)
+        read_next(held, smem, item_n, me, n, part, given)
 
     @inline
     def ds_of(w, dp, delta, parameters):
@@ -185,9 +185,9 @@ def build_p_and_ds(config, layout, read_next):
                     dpT[e] *= held.slope[e]
 
     @inline
-    def factors(smem, turn, factor, scaled, scales):
+    def factors(smem, item_n, factor, scaled, scales):
         for r in range(2):
-            invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
+            invalid = SEQUENCES and pipeline.read(smem, WORK, item_n, WORD.invalid) != 0
             factor[r] = f32(NAN) if invalid else f32(1)
             scaled[r] = factor[r] * scales.scale
             factor[r] *= f32(LOWERED)
@@ -215,23 +215,23 @@ def build(config, layout):
     recompute_p, differentiate, factors = build_p_and_ds(config, layout, read_next)
 
     @inline
-    def begin_item(held, sT, smem, turn, me, n, count, k_rows, given):
+    def begin_item(held, sT, smem, item_n, me, n, count, k_rows, given):
         """And put the keys in order."""
-        end = u32(n + u32(pipeline.read(smem, WORK, turn, BACKWARD_TILES)))
-        fetch_first(held, smem, turn, me, n, end, given)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
-        pipeline.wait_ready(smem, K, turn)
-        interleave_k(smem, K, turn, keys, me)
-        pipeline.wait_ready(smem, V, turn)
-        interleave_v(smem, V, turn, keys, me)
+        end = u32(n + u32(pipeline.read(smem, WORK, item_n, BACKWARD_TILES)))
+        fetch_first(held, smem, item_n, me, n, end, given)
+        keys = pipeline.read(smem, WORK, item_n, WORD.keys)
+        keys -= pipeline.read(smem, WORK, item_n, WORD.row0)
+        pipeline.wait_ready(smem, K, item_n)
+        interleave_k(smem, K, item_n, keys, me)
+        pipeline.wait_ready(smem, V, item_n)
+        interleave_v(smem, V, item_n, keys, me)
         take_first(held, smem, me, n, end)
         return i32(0), end  # steps are noted
 
     @inline
-    def begin_tile(smem, turn, me, n, step):
-        wait_q(smem, turn, me, n, step)
-        wait_row(smem, turn, me, n, step)
+    def begin_tile(smem, item_n, me, n, step):
+        wait_q(smem, item_n, me, n, step)
+        wait_row(smem, item_n, me, n, step)
 
     @inline
     def start_scores(sT, smem, me, n, part, k_rows):
@@ -239,7 +239,7 @@ def build(config, layout):
         multiply(sT, k_rows, wgmma.descriptor(rows, u32(0)))
 
     @inline
-    def wait_do(smem, turn, me, n, step):
+    def wait_do(smem, item_n, me, n, step):
         """`begin_tile` has."""
 
     @inline
@@ -258,12 +258,12 @@ def build(config, layout):
         """Slopes are in an array."""
 
     @inline
-    def next_step(smem, turn, me, step):
+    def next_step(smem, item_n, me, step):
         return step
 
     @inline
-    def read_first(held, smem, turn, me, n, end, given):
-        fetch_first(held, smem, turn, me, n, end, given)
+    def read_first(held, smem, item_n, me, n, end, given):
+        fetch_first(held, smem, item_n, me, n, end, given)
         take_first(held, smem, me, n, end)
 
     return BackwardStage(
@@ -285,5 +285,5 @@ def build(config, layout):
         interleaved=True,
         slopes=tile.columns // 2 if options.sloped else 1,
         words=max(1, words_of(options, fragment.runs_of_keys(1, tile.columns)).words),
-        kept=KEPT,
+        resident=KEPT,
     )

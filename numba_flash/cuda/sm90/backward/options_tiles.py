@@ -26,7 +26,7 @@ TILES = {
 }
 
 
-LISTED_TILES = tuple(
+SPARSE_TILES = tuple(
     row._replace(tile=replace(row.tile, keeps_ds=False, noted=True))
     for row in BACKWARD_TILES
     if row.d <= MOST
@@ -48,7 +48,7 @@ def crowded(options) -> bool:
 def backward_options_tile(problem) -> BackwardTile:
     """Tile of the main kernel."""
     options = problem.options
-    return fitting(LISTED_TILES if options.only_lists else TILES[crowded(options)], problem)
+    return fitting(SPARSE_TILES if options.only_lists else TILES[crowded(options)], problem)
 
 
 def storing_tile(problem) -> BackwardTile | None:

@@ -15,18 +15,19 @@ from numba_flash.cuda.sm90.tiles import KEYS
 
 
 @once
-def build_begin_sums(tile, q, added):
+def build_begin_sums(tile, q, relative):
     """``begin_sums(sT, smem, me, n)``: a thread's scores of the n-th tile of queries, in the ring
     `q`, become what a function of the score adds to them (`numba_flash.cuda.score.relative`), which
-    lies from `added` on. Its second row, 8 keys below, has, but for two, numbers of the first one.
+    lies from `relative` on. Its second row, 8 keys below, has, but for two, numbers of the first
+    one.
     """
-    Q, ADDED, BYTES, BLOCK_M = one_type(q), added, tile.added_bytes, tile.block_m
+    Q, RELATIVE, BYTES, BLOCK_M = one_type(q), relative, tile.relative_bytes, tile.block_m
     GROUPS = tile.columns // 8
 
     @inline
     def begin_sums(sT, smem, me, n):
         key = i32(me * KEYS + wgmma.first_row())
-        of_tile = u32(smem + u32(ADDED) + n % u32(Q.slots) * u32(BYTES))
+        of_tile = u32(smem + u32(RELATIVE) + n % u32(Q.slots) * u32(BYTES))
         at = u32(of_tile + u32(4 * i32(BLOCK_M - fragment.first_column() + key)))
         for c in range(2):
             sT[2 + c] = ptx.load_shared_float(u32(at + u32(32) - u32(4 * c)))
@@ -49,9 +50,9 @@ def build_begin(config, layout, rows):
     SCORES, AHEAD, SEQUENCES, NONE = tile.columns // 2, tile.ahead, options.sequences, 0
     clear_k = pipeline.build_clear_tail(config.d, tile.block_n)
     clear_v = pipeline.build_clear_tail(config.dv, tile.block_n)
-    RELATIVE, LISTED = options.relative, options.listed
+    RELATIVE, BLOCK_SPARSE = options.relative, options.block_sparse
     multiply = wgmma.build_scores(tile.block_m, config.d, tile.block_n, BFLOAT16, add=RELATIVE)
-    begin_sums = build_begin_sums(tile, layout.q, layout.added) if RELATIVE else None
+    begin_sums = build_begin_sums(tile, layout.q, layout.relative) if RELATIVE else None
     note_bounds, bound, wait_q = rows.note_bounds, rows.bound, rows.wait_q
 
     @inline
@@ -61,35 +62,35 @@ def build_begin(config, layout, rows):
         multiply(sT, k_rows, wgmma.descriptor(pipeline.tile(smem, Q, n), u32(0)))
 
     @inline
-    def begin_item(held, sT, smem, turn, me, n, count, k_rows, given):
+    def begin_item(held, sT, smem, item_n, me, n, count, k_rows, given):
         group = i32(given.sizes.group)
-        note_bounds(smem, turn, me, group)
+        note_bounds(smem, item_n, me, group)
         step = bound(smem, me, BOUND.begin)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        keys -= pipeline.read(smem, WORK, turn, WORD.row0)
-        pipeline.wait_ready(smem, K, turn)
+        keys = pipeline.read(smem, WORK, item_n, WORD.keys)
+        keys -= pipeline.read(smem, WORK, item_n, WORD.row0)
+        pipeline.wait_ready(smem, K, item_n)
         if SEQUENCES:
-            clear_k(smem, K, turn, keys, me)
+            clear_k(smem, K, item_n, keys, me)
         if AHEAD:
-            wait_q(smem, turn, me, n, step)
+            wait_q(smem, item_n, me, n, step)
             start_scores(sT, smem, me, n, u32(0), k_rows)
-        pipeline.wait_ready(smem, V, turn)
+        pipeline.wait_ready(smem, V, item_n)
         if SEQUENCES:
-            clear_v(smem, V, turn, keys, me)
+            clear_v(smem, V, item_n, keys, me)
         if AHEAD:
             ptx.wgmma_wait(sT, sT, NONE, SCORES, NONE)
         tiles = i32(count * group)
-        if LISTED:
-            tiles = pipeline.read(smem, WORK, turn, BACKWARD_TILES)
+        if BLOCK_SPARSE:
+            tiles = pipeline.read(smem, WORK, item_n, BACKWARD_TILES)
         return step, u32(n + u32(tiles))
 
     @inline
-    def start_next(sT, smem, turn, me, n, end, step, k_rows):
+    def start_next(sT, smem, item_n, me, n, end, step, k_rows):
         following = u32(n + u32(1))
         if following == end:
             following = n
         else:
-            wait_q(smem, turn, me, following, step)
+            wait_q(smem, item_n, me, following, step)
         start_scores(sT, smem, me, following, u32(0), k_rows)
 
     return begin_item, start_scores, start_next
@@ -105,12 +106,12 @@ def build(config, layout):
     bend, multiply = rows.differentiate_cap, rows.differentiate
 
     @inline
-    def begin_tile(smem, turn, me, n, step):
+    def begin_tile(smem, item_n, me, n, step):
         if not AHEAD:
-            wait_q(smem, turn, me, n, step)
+            wait_q(smem, item_n, me, n, step)
 
     @inline
-    def part_of(smem, turn, me, n, part, step, given):
+    def part_of(smem, item_n, me, n, part, step, given):
         """A tile has one part: the step says all."""
         return step
 
@@ -120,8 +121,8 @@ def build(config, layout):
             pipeline.release_group(smem, Q, u32(n - 1))
 
     @inline
-    def recompute_p(sT, held, smem, turn, me, n, part, x, given):
-        exponentiate(sT, smem, turn, me, n, x, given.scales)
+    def recompute_p(sT, held, smem, item_n, me, n, part, x, given):
+        exponentiate(sT, smem, item_n, me, n, x, given.scales)
 
     @inline
     def differentiate_cap(dpT, sT, smem, me, n, given):
@@ -132,7 +133,7 @@ def build(config, layout):
         multiply(dpT, sT, smem, me, n, chunk)
 
     @inline
-    def read_first(held, smem, turn, me, n, end, given):
+    def read_first(held, smem, item_n, me, n, end, given):
         """Nothing belongs to pairs."""
 
     @inline
@@ -158,5 +159,5 @@ def build(config, layout):
         interleaved=False,
         slopes=1,
         words=1,
-        kept=1,
+        resident=1,
     )

@@ -7,15 +7,15 @@ import numpy as np
 from numba_flash.arguments.problem import Prepared
 from numba_flash.cuda.arguments import (
     FACTORS,
-    SPLIT,
+    FP16X2,
     build_extras,
     extras_class,
     parameters_of,
     vectors_of,
 )
-from numba_flash.cuda.passes.prepare_split import Splitter
+from numba_flash.cuda.passes.prepare_planes import PlanesWriter
 from numba_flash.cuda.recipe import Chosen
-from numba_flash.cuda.score.prepare_relative import Added
+from numba_flash.cuda.score.prepare_relative import Relative
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
 from numba_flash.cuda.sm90.backward.backward_tiles import WIDE_DQ_TILE
 from numba_flash.cuda.sm90.backward.prepare_pass import (
@@ -33,7 +33,7 @@ from numba_flash.cuda.sm90.forward.prepare_forward import as_float16
 from numba_flash.cuda.sm90.prepare_pairs import tiles_of_bias
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS
 from numba_flash.cuda.work import grid
-from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.work.prepare_tile_lists import Extras, TileShape
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 # Work items of a multiprocessor, up to which the kernels of a pass that adds up dQ are launched
@@ -60,14 +60,14 @@ def prepare(chosen: Chosen) -> Prepared:
     """
     p, tile, (_, inputs, _, gpu, _) = chosen.p, chosen.tile, chosen.call
     this = pass_of(chosen, early=not many_items(p, tile, gpu))
-    added = Added(p, gpu, inputs, tile.block_m, tile.block_n) if p.options.relative else None
-    of_main = this.extras if added is None else added.layouts
+    relative = Relative(p, gpu, inputs, tile.block_m, tile.block_n) if p.options.relative else None
+    of_main = this.extras if relative is None else relative.layouts
     preprocess, rounds = preprocess_launch(this), tile.rounds_dq
     sums = this.temporaries.dq_sum
     main = main_launch(this, sums, of_main, (sizes_of(this), scales(p)), boxes(this))
     postprocess = () if rounds else (postprocess_launch(this, this.extras),)
     extras_of, scratch = build_extras(p.options.arrays), this.temporaries.scratch()
-    added_to = added and added.of
+    added_to = relative and relative.of
 
     def run(inputs, results):
         x, extras, there = inputs, extras_of(inputs), scratch.beside(inputs.q)
@@ -80,7 +80,7 @@ def prepare(chosen: Chosen) -> Prepared:
         for each in postprocess:
             each.on((there.dq_sum, dq), extras)
 
-    launches = (*(added.launches if added else ()), preprocess, main, *postprocess)
+    launches = (*(relative.launches if relative else ()), preprocess, main, *postprocess)
     return Prepared(run, launches, sums=this.temporaries.sums(p))
 
 
@@ -90,8 +90,8 @@ def prepare_options(chosen: Chosen) -> Prepared:
     """
     p, tile, (_, inputs, _, gpu, deterministic) = chosen.p, chosen.tile, chosen.call
     this, bias_tiles = pass_of(chosen), tiles_of_bias(p, inputs.bias)
-    share, queue = (1, False) if deterministic else (0, p.options.listed)
-    tiles = Tiles(tile.block_m, tile.block_n, transposed=True, share=share, queue=queue)
+    share, queue = (1, False) if deterministic else (0, p.options.block_sparse)
+    tiles = TileShape(tile.block_m, tile.block_n, transposed=True, share=share, queue=queue)
     lists, preprocess = Extras(p, gpu, inputs, tiles), preprocess_launch(this)
     sizes, scale_log2 = _sizes(this), np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, np.float32(p.scale), parameters_of(p, rng))
@@ -126,7 +126,7 @@ def prepare_options(chosen: Chosen) -> Prepared:
 def _sizes(this: Pass) -> Sizes:
     """Numbers of the main kernel's work with options."""
     p, sizes = this.p, sizes_of(this)
-    if not (this.ordered and p.options.listed):
+    if not (this.ordered and p.options.block_sparse):
         return sizes
     sums_of_a_head = 4 * DQ_PART * this.tile.consumers * -(-p.nq // this.tile.block_m)
     return sizes._replace(section=max(1, SUMS_AT_WORK // sums_of_a_head))
@@ -138,8 +138,8 @@ def prepare_split(chosen: Chosen) -> Prepared:
     """
     p, tile, (_, inputs, _, gpu, _) = chosen.p, chosen.tile, chosen.call
     this = pass_of(chosen)
-    splitter = Splitter(p, gpu, inputs, (tile.width(p.d), tile.width(p.dv)))
-    made, sums, m, n = splitter.made, this.temporaries.dq_sum, tile.block_m, tile.block_n
+    planes_writer = PlanesWriter(p, gpu, inputs, (tile.width(p.d), tile.width(p.dv)))
+    made, sums, m, n = planes_writer.made, this.temporaries.dq_sum, tile.block_m, tile.block_n
     factors = (made.factors, 4)
     preprocess = preprocess_launch(this, planes=(factors, (made.shifts, 4), (made.centres, 5)))
     maps = tuple(
@@ -150,10 +150,10 @@ def prepare_split(chosen: Chosen) -> Prepared:
     main = main_launch(this, sums, of_main, (sizes_of(this), scales(p)), maps)
     postprocess = postprocess_launch(this, of_main)
     extras_of, scratch = build_extras(p.options), this.temporaries.scratch()
-    of_rows, of_factors = (extras_class(p.options, more=names) for names in (SPLIT, FACTORS))
+    of_rows, of_factors = (extras_class(p.options, more=names) for names in (FP16X2, FACTORS))
 
     def run(inputs, results):
-        extras, there, x = extras_of(inputs), scratch.beside(inputs.q), splitter.of(inputs)
+        extras, there, x = extras_of(inputs), scratch.beside(inputs.q), planes_writer.of(inputs)
         rows, sums, flags, _ = there
         given = inputs.do, inputs.o, inputs.lse, inputs.dlse, rows, sums, flags
         preprocess(*given, extras=of_rows(*extras, *x.extras))
@@ -163,7 +163,7 @@ def prepare_split(chosen: Chosen) -> Prepared:
         postprocess(sums, dq, extras=own)
         return x.flags
 
-    launches = (*splitter.launches, preprocess, main, postprocess)
+    launches = (*planes_writer.launches, preprocess, main, postprocess)
     return Prepared(run, launches, made.flags, sums=this.temporaries.sums(p))
 
 

@@ -22,7 +22,7 @@ from numba_flash.cuda.sm90.backward.prepare_temporaries import (
     temporaries,
 )
 from numba_flash.cuda.sm90.config import BackwardConfig, DqConfig
-from numba_flash.cuda.sm90.dq import prepare_turns
+from numba_flash.cuda.sm90.dq import prepare_dq_order
 from numba_flash.cuda.sm90.tiles import DQ_PART, KEYS, WARP_GROUP
 from numba_flash.cuda.work import grid
 
@@ -65,7 +65,7 @@ def pass_of(chosen: Chosen, early: bool = False) -> Pass:
         p=p,
         tile=tile,
         gpu=gpu,
-        ordered=prepare_turns.ordered(p, tile, deterministic),
+        ordered=prepare_dq_order.ordered(p, tile, deterministic),
         inputs=grid.inputs_heads_first(p, inputs),
         results=BackwardResults(*grid.heads_first(p, *results[:3])),
         row_blocks=row_blocks,
@@ -79,10 +79,10 @@ def sizes_of(this: Pass, blocks: int = 0) -> Sizes:
     p, tile = this.p, this.tile
     key_blocks = grid.blocks(p, p.nk, tile.block_n)
     items = grid.items(p, p.nk, p.hk, tile.block_n)
-    section = prepare_turns.section(p, tile, key_blocks, this.gpu, this.ordered)
-    way = prepare_turns.way(p, items, section, key_blocks, this.gpu, this.ordered)
+    section = prepare_dq_order.section(p, tile, key_blocks, this.gpu, this.ordered)
+    way = prepare_dq_order.way(p, items, section, key_blocks, this.gpu, this.ordered)
     sizes = Sizes.of_keys(p, items, section, blocks=blocks)
-    return sizes._replace(upward=way.upward, swing=way.swing)
+    return sizes._replace(upward=way.upward, serpentine=way.serpentine)
 
 
 def boxes(this: Pass) -> tuple:

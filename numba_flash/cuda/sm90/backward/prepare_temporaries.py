@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from numba_flash.arguments.arrays import Layout, Scratch
 from numba_flash.arguments.problem import Problem
-from numba_flash.cuda.sm90.backward.backward_tiles import backward_tile, split_backward_tile
+from numba_flash.cuda.sm90.backward.backward_tiles import backward_tile, planes_backward_tile
 from numba_flash.cuda.sm90.tiles import DQ_PART
 from numba_flash.cuda.work import grid
 
@@ -58,7 +58,7 @@ class Temporaries(NamedTuple):
 
 def padded_sums(p) -> int:
     """Bytes of sums of dQ of a problem most of whose rows are padding; 0 of others."""
-    tile = split_backward_tile(p) if p.dtype == "float32" else backward_tile(p)
+    tile = planes_backward_tile(p) if p.dtype == "float32" else backward_tile(p)
     row_blocks = row_blocks_of(p, tile)
     if row_blocks.blocks * tile.block_m <= 2 * p.nq:
         return 0

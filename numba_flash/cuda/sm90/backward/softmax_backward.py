@@ -21,7 +21,7 @@ from numba_flash.cuda.sm90 import pipeline, wgmma
 from numba_flash.cuda.sm90.arguments import BackwardWork, TileNote, one_type, words
 from numba_flash.cuda.sm90.backward.backward_tiles import NOTE_BYTES
 from numba_flash.cuda.sm90.backward.walk_backward import build_tile_at, goes_together
-from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.pipeline import TilePlace
 from numba_flash.cuda.sm90.tiles import BOUND_BYTES, WARP_GROUP
 
 ROWS = 64  # keys of a fragment
@@ -55,20 +55,20 @@ BOUND = words(Bounds)
 
 
 @inline
-def place_of(smem, ring, turn, first):
-    """`Place` of a work item's rows of dK and dV, from so many keys after its first one on."""
-    b0 = pipeline.read(smem, ring, turn, WORD.b0)
-    b1 = pipeline.read(smem, ring, turn, WORD.b1)
-    head = pipeline.read(smem, ring, turn, WORD.kv_head)
-    row = i32(pipeline.read(smem, ring, turn, WORD.row0) + first)
-    return Place(0, row, head, b1, b0)
+def place_of(smem, ring, item_n, first):
+    """`TilePlace` of a work item's rows of dK and dV, from so many keys after its first one on."""
+    b0 = pipeline.read(smem, ring, item_n, WORD.b0)
+    b1 = pipeline.read(smem, ring, item_n, WORD.b1)
+    head = pipeline.read(smem, ring, item_n, WORD.kv_head)
+    row = i32(pipeline.read(smem, ring, item_n, WORD.row0) + first)
+    return TilePlace(0, row, head, b1, b0)
 
 
 @inline
-def await_item(smem, ring, turn):
+def await_item(smem, ring, item_n):
     """Wait for a work item; how many tiles of queries it has, or that there is none: `END`."""
-    pipeline.wait_ready(smem, ring, turn)
-    return pipeline.uniform(pipeline.read(smem, ring, turn, WORD.count))
+    pipeline.wait_ready(smem, ring, item_n)
+    return pipeline.uniform(pipeline.read(smem, ring, item_n, WORD.count))
 
 
 class SoftmaxBackward(NamedTuple):
@@ -105,26 +105,26 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
     NOTES = SMEM.notes if NOTED else 0
     # the latter, once per item, of any kind: `plain_gradients` does not know which there are
     UPWARD, tile_at = upward, build_tile_at(True)
-    SPLIT, LARGEST, LOG2E = tile.planes > 1, 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
-    LOWERED = 2.0 ** -softmax.raised_backward(bfloat16 or SPLIT)
+    FP16X2, LARGEST, LOG2E = tile.planes > 1, 2.0**softmax.RAISED_BACKWARD, math.log2(math.e)
+    LOWERED = 2.0 ** -softmax.raised_backward(bfloat16 or FP16X2)
 
     @inline
-    def note_bounds(smem, turn, me, group):
+    def note_bounds(smem, item_n, me, group):
         """Write down the `Bounds` of a work item."""
         apart, heads = i32(me * QUERIES_APART), i32(group if TOGETHER else 1)
-        first = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * KEYS_APART)
-        low = pipeline.read(smem, WORK, turn, WORD.low)
-        high = pipeline.read(smem, WORK, turn, WORD.high)
-        queries = pipeline.read(smem, WORK, turn, WORD.queries)
+        first = i32(pipeline.read(smem, WORK, item_n, WORD.row0) + me * KEYS_APART)
+        low = pipeline.read(smem, WORK, item_n, WORD.low)
+        high = pipeline.read(smem, WORK, item_n, WORD.high)
+        queries = pipeline.read(smem, WORK, item_n, WORD.queries)
         # first and last queries of fragments of which nothing is hidden
         clear_from = min(max(i32(low + first + i32(ROWS - 1)), apart), max(queries, apart))
         clear_to = min(i32(queries - COLUMNS), i32(high + first - i32(COLUMNS - 1)))
-        if first + ROWS > pipeline.read(smem, WORK, turn, WORD.keys):
+        if first + ROWS > pipeline.read(smem, WORK, item_n, WORD.keys):
             clear_to = i32(-1)
         tiles_hidden = i32(i32(clear_from - apart + i32(BLOCK_M - 1)) // BLOCK_M)
         tiles_clear = i32(max(i32(clear_to - apart + BLOCK_M), i32(0)) // BLOCK_M)
-        first_tile = pipeline.read(smem, WORK, turn, WORD.first)
-        count = pipeline.read(smem, WORK, turn, WORD.count)
+        first_tile = pipeline.read(smem, WORK, item_n, WORD.first)
+        count = pipeline.read(smem, WORK, item_n, WORD.count)
         before = i32(0) if first_tile >= i32(0) else i32(heads - i32(1))
         pipeline.meet_warp_group(me)  # nobody reads those of the item before any more
         if cuda.threadIdx.x % WARP_GROUP == 0:
@@ -145,11 +145,11 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
         return ptx.load_shared(u32(smem + u32(BOUNDS + BOUND_BYTES * me + 4 * i)))
 
     @inline
-    def next_step(smem, turn, me, step):
+    def next_step(smem, item_n, me, step):
         """The step behind one; tiles that are noted have it in their `TileNote`."""
         if NOTED:
             return step
-        if UPWARD and pipeline.read(smem, WORK, turn, WORD.first) >= 0:
+        if UPWARD and pipeline.read(smem, WORK, item_n, WORD.first) >= 0:
             step = i32(step + i32(1))
         else:
             step = i32(step - i32(1))
@@ -168,37 +168,37 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
         return i32(step * BLOCK_M)
 
     @inline
-    def rest_of(smem, turn, me, n, step):
+    def rest_of(smem, item_n, me, n, step):
         """How many queries are left from the n-th tile on, or a tile of them, if that is clear."""
         rest = i32(BLOCK_M)
         if NOTED or not TOGETHER or step > bound(smem, me, BOUND.clear_to):
-            queries = pipeline.read(smem, WORK, turn, WORD.queries)
+            queries = pipeline.read(smem, WORK, item_n, WORD.queries)
             rest = i32(queries - row0_of(smem, me, n, step))
         return rest
 
     @inline
-    def wait_q(smem, turn, me, n, step):
+    def wait_q(smem, item_n, me, n, step):
         """Wait for a tile of Q, and make zeros of what is beyond its sequence."""
         pipeline.wait_ready(smem, Q, n)
         if SEQUENCES:
-            clear_q(smem, Q, n, rest_of(smem, turn, me, n, step), me)
+            clear_q(smem, Q, n, rest_of(smem, item_n, me, n, step), me)
 
     @inline
-    def wait_do(smem, turn, me, n, step):
+    def wait_do(smem, item_n, me, n, step):
         """The same for dO."""
         pipeline.wait_ready(smem, DO, n)
         if SEQUENCES:
-            clear_do(smem, DO, n, rest_of(smem, turn, me, n, step), me)
+            clear_do(smem, DO, n, rest_of(smem, item_n, me, n, step), me)
 
     @inline
-    def hide(sT, smem, turn, me, n, step):
+    def hide(sT, smem, item_n, me, n, step):
         """Scores that the mask hides, or beyond the ends, become -inf."""
         row0 = i32(row0_of(smem, me, n, step) + me * QUERIES_APART)
-        low = pipeline.read(smem, WORK, turn, WORD.low)
-        high = pipeline.read(smem, WORK, turn, WORD.high)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        queries = pipeline.read(smem, WORK, turn, WORD.queries)
-        key0 = pipeline.read(smem, WORK, turn, WORD.row0)
+        low = pipeline.read(smem, WORK, item_n, WORD.low)
+        high = pipeline.read(smem, WORK, item_n, WORD.high)
+        keys = pipeline.read(smem, WORK, item_n, WORD.keys)
+        queries = pipeline.read(smem, WORK, item_n, WORD.queries)
+        key0 = pipeline.read(smem, WORK, item_n, WORD.row0)
         key = i32(key0 + me * KEYS_APART + wgmma.first_row())
         for r in range(2):
             j, column = i32(key + 8 * r), i32(row0 + fragment.first_column())
@@ -221,20 +221,20 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
             shift = ptx.load_shared_pair(u32(lse2_smem + u32(32 * j)))
             for i in range(4):
                 x = sT[4 * j + i] * scale_log2 - shift[i % 2]
-                if SPLIT:
+                if FP16X2:
                     sT[4 * j + i] = ptx.ex2(x * f32(LOG2E)) * f32(LARGEST)
                 else:
                     sT[4 * j + i] = ptx.ex2(x)
 
     @inline
-    def recompute_p(sT, smem, turn, me, n, step, scales):
+    def recompute_p(sT, smem, item_n, me, n, step, scales):
         """Softcap and mask, then (2) P^T."""
         if NOTED:
             step = i32(u32(row0_of(smem, me, n, step)) // u32(BLOCK_M))
         if CAPPED:
             tanh(sT, scales.slope, scales.scale_log2)
         if step < bound(smem, me, BOUND.clear_from) or step > bound(smem, me, BOUND.clear_to):
-            hide(sT, smem, turn, me, n, step)
+            hide(sT, smem, item_n, me, n, step)
         exponentiate(sT, row_values(smem, me, LSE, Q.slots, n), scales.scale_log2)
 
     @inline
@@ -271,12 +271,12 @@ def build(head_dim, head_dim_v, options, tile, bfloat16=False, upward=False):
                 dpT[4 * j + i] = pT[4 * j + i] * dp
 
     @inline
-    def factors(smem, turn, factor, scaled, scales):
+    def factors(smem, item_n, factor, scaled, scales):
         """What dV and dK are multiplied by: 1, or as P is raised 1 / 2^raised, and the scale; NaN
         if the lengths are impossible.
         """
         for r in range(2):
-            invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
+            invalid = SEQUENCES and pipeline.read(smem, WORK, item_n, WORD.invalid) != 0
             factor[r] = f32(NAN) if invalid else f32(1)
             scaled[r] = factor[r] * scales.scale
             factor[r] *= f32(LOWERED)

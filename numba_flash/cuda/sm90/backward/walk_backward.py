@@ -12,7 +12,7 @@ from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import BACKWARD_SCORES_B1, BackwardWork, one_type, words
 from numba_flash.cuda.sm90.backward.backward_tiles import NOTE_BYTES
 from numba_flash.cuda.work import tile_lists
-from numba_flash.cuda.work.tile_lists import Listed
+from numba_flash.cuda.work.tile_lists import Entry
 
 WORD = words(BackwardWork)
 
@@ -21,7 +21,7 @@ def claims(banded, ordered, options, tile) -> bool:
     """Whether blocks claim work items, one after the other, and do not share them out beforehand:
     if one may wait for another, or they differ in length, and sums are in memory.
     """
-    return ordered or options.listed or (banded and tile.adds_dq)
+    return ordered or options.block_sparse or (banded and tile.adds_dq)
 
 
 def goes_together(options, tile) -> bool:
@@ -53,8 +53,8 @@ def build_tile_at(upward):
 @inline
 def goes_upward(number, block, sizes):
     """Whether a work item, of this block of keys, goes through its tiles of queries upward."""
-    if sizes.swing > 0:
-        return i32(block // i32(sizes.swing)) % i32(2) == i32(1)
+    if sizes.serpentine > 0:
+        return i32(block // i32(sizes.serpentine)) % i32(2) == i32(1)
     return number < sizes.upward
 
 
@@ -100,12 +100,12 @@ class Listing(NamedTuple):
     count: int
 
 
-class Walk(NamedTuple):
+class WalkFunctions(NamedTuple):
     """Functions; see `build_walk`."""
 
     together: Any
     listing_of: Any
-    listed: Any
+    block_sparse: Any
     order_of: Any
     last_slot: Any
 
@@ -116,20 +116,21 @@ def lists_of(options, ordered, tile) -> tuple[str, ...]:
         return ("tiles", "order")
     if tile.in_slots:
         return ("tiles", "queue", "places")
-    return ("tiles", "queue") if options.listed else ("tiles",)
+    return ("tiles", "queue") if options.block_sparse else ("tiles",)
 
 
 @once
 def build_walk(block_n, work, share=1):
-    """`Walk`:
+    """`WalkFunctions`:
 
     ``together(item, extras, sizes)``: how many tiles all heads of an `Item` of
         `numba_flash.cuda.work.schedule` have.
-    ``listing_of(smem, turn, head, extras)``: the `Listing` of a head of the work item of a turn.
-    ``listed(listing, t)``: its t-th `Listed` tile.
-    ``order_of(smem, turn, head, at, extras)``: what the lists say of who adds to dQ of a tile
+    ``listing_of(smem, item_n, head, extras)``: the `Listing` of a head of the work item of a turn.
+    ``listed(listing, t)``: its t-th `Entry` tile.
+    ``order_of(smem, item_n, head, at, extras)``: what the lists say of who adds to dQ of a tile
         before.
-    ``last_slot(smem, turn, head, listing, extras, sizes)``: which part of a slot the tile number 0
+    ``last_slot(smem, item_n, head, listing, extras, sizes)``: which part of a slot the tile number
+    0
         has, the last of the list; the t-th has one so many before. Negative if there is none.
 
     share : tiles of an entry of a list, the last one first.
@@ -148,12 +149,12 @@ def build_walk(block_n, work, share=1):
         return i32(total * SHARE)
 
     @inline
-    def listing_of(smem, turn, head, extras):
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, BACKWARD_SCORES_B1)
-        block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
+    def listing_of(smem, item_n, head, extras):
+        b0 = pipeline.read(smem, WORK, item_n, WORD.b0)
+        b1 = pipeline.read(smem, WORK, item_n, BACKWARD_SCORES_B1)
+        block = i32(pipeline.read(smem, WORK, item_n, WORD.row0) // BLOCK_N)
         seen, count = u64(0), i32(1)
-        if pipeline.read(smem, WORK, turn, WORD.queries) != 0:
+        if pipeline.read(smem, WORK, item_n, WORD.queries) != 0:
             seen = list_of(extras, b0, b1, head, block)
             count = i32(tile_lists.length(seen) * SHARE)
         return Listing(seen, count)
@@ -161,29 +162,29 @@ def build_walk(block_n, work, share=1):
     @inline
     def listed(listing, t):
         if listing.seen == u64(0):
-            return Listed(i32(0), False)
+            return Entry(i32(0), False)
         number = i32(listing.count - 1 - t)
         if SHARE == 1:
             return in_list(listing.seen, number)
         entry = in_list(listing.seen, i32(number // SHARE))
-        return Listed(i32(entry.at * SHARE + number % SHARE), entry.whole)
+        return Entry(i32(entry.at * SHARE + number % SHARE), entry.whole)
 
     @inline
-    def order_of(smem, turn, head, at, extras):
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, BACKWARD_SCORES_B1)
-        block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
+    def order_of(smem, item_n, head, at, extras):
+        b0 = pipeline.read(smem, WORK, item_n, WORD.b0)
+        b1 = pipeline.read(smem, WORK, item_n, BACKWARD_SCORES_B1)
+        block = i32(pipeline.read(smem, WORK, item_n, WORD.row0) // BLOCK_N)
         return extras.order[index(b0), index(b1), index(head), index(block), index(at)]
 
     @inline
-    def last_slot(smem, turn, head, listing, extras, sizes):
+    def last_slot(smem, item_n, head, listing, extras, sizes):
         if listing.seen == u64(0):
             return i32(-1)
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, BACKWARD_SCORES_B1)
-        block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
+        b0 = pipeline.read(smem, WORK, item_n, WORD.b0)
+        b1 = pipeline.read(smem, WORK, item_n, BACKWARD_SCORES_B1)
+        block = i32(pipeline.read(smem, WORK, item_n, WORD.row0) // BLOCK_N)
         place = i32(extras.places[index(b0), index(b1), index(head), 0, index(block)])
         first = i32(place - i32(sizes.first_block) * i32(sizes.blocks))
         return i32(first * SHARE + listing.count - 1)
 
-    return Walk(together, listing_of, listed, order_of, last_slot)
+    return WalkFunctions(together, listing_of, listed, order_of, last_slot)

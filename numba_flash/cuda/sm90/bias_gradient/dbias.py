@@ -29,7 +29,7 @@ from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.sm90.wgmma import UNIT
 
 
-class Work(NamedTuple):
+class ConsumerWork(NamedTuple):
     """What all steps of a consumer have in common."""
 
     s: Any  # float32 fragments: of S of a part of the keys
@@ -168,7 +168,7 @@ def build(config: BiasGradientConfig):
         delta = cuda.local.array(2, f32)
         q_tiles = wgmma.descriptor(u32(smem + u32(QUERIES.tiles) + u32(me * MINE)), u32(0))
         k_tiles = wgmma.descriptor(u32(smem + u32(KEYS.tiles)), u32(0))
-        w = Work(s, p, dp, acc, bias, lse, delta, smem, me, q_tiles, k_tiles, given)
+        w = ConsumerWork(s, p, dp, acc, bias, lse, delta, smem, me, q_tiles, k_tiles, given)
         x = first(w)
         if AHEAD:  # (1) of the first part of all
             pipeline.wait_ready(smem, QUERIES, u32(0))

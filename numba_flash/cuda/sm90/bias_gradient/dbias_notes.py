@@ -11,8 +11,8 @@ from numba_flash.cuda.number import index
 from numba_flash.cuda.runtime.lang import cuda, i32, inline, u32
 from numba_flash.cuda.sm90 import pipeline
 from numba_flash.cuda.sm90.arguments import END, DbiasKind, DbiasNote, one_type, words
-from numba_flash.cuda.sm90.bias_gradient.dbias_stage import DbiasWalk, Step, build_load_rows
-from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.bias_gradient.dbias_stage import DbiasWalk, ScoreTile, build_load_rows
+from numba_flash.cuda.sm90.pipeline import TilePlace
 from numba_flash.cuda.work.walk_dbias import build_begin, build_places
 
 NOTE = words(DbiasNote)
@@ -24,7 +24,7 @@ class Noted(NamedTuple):
     bias of this one came.
     """
 
-    turn: int
+    item_n: int
     n: int
     m: int
     kind: int
@@ -42,7 +42,7 @@ def build_note(notes, banded, summed, options, tile):
     place_of, find, proceed = build_places(options, banded, summed, BLOCK_M, BLOCK_N)
 
     @inline
-    def note_step(smem, turn, place, share, kind, next_own):
+    def note_step(smem, item_n, place, share, kind, next_own):
         at, region = place.at, place.region
         note = DbiasNote(
             b0=at.b0,
@@ -63,10 +63,10 @@ def build_note(notes, banded, summed, options, tile):
             next_row0=i32(next_own.i * BLOCK_M),
             next_col0=i32(next_own.j * BLOCK_N),
         )
-        pipeline.wait_free(smem, NOTES, turn)
+        pipeline.wait_free(smem, NOTES, item_n)
         for word in range(len(note)):
-            pipeline.write(smem, NOTES, turn, word, note[word])
-        pipeline.commit(smem, NOTES, turn)
+            pipeline.write(smem, NOTES, item_n, word, note[word])
+        pipeline.commit(smem, NOTES, item_n)
 
     @inline
     def kind_of(step, following, empty, stop):
@@ -78,7 +78,7 @@ def build_note(notes, banded, summed, options, tile):
 
     @inline
     def note_steps(smem, shares, extras, extent, items):
-        turn, number = u32(0), i32(cuda.blockIdx.x)
+        item_n, number = u32(0), i32(cuda.blockIdx.x)
         while number < items:
             item = begin(number, extent, shares)
             number = i32(number + cuda.gridDim.x)
@@ -90,12 +90,12 @@ def build_note(notes, banded, summed, options, tile):
                     following = proceed(step, space, extras)
                 kind = kind_of(step, following, empty, space.stop)
                 place = place_of(step.walk, space, extras)
-                note_step(smem, turn, place, item.share, kind, next_own)
-                turn = u32(turn + u32(1))
+                note_step(smem, item_n, place, item.share, kind, next_own)
+                item_n = u32(item_n + u32(1))
                 there, step = following.number < space.stop, following
-        pipeline.wait_free(smem, NOTES, turn)
-        pipeline.write(smem, NOTES, turn, NOTE.kind, END)
-        pipeline.commit(smem, NOTES, turn)
+        pipeline.wait_free(smem, NOTES, item_n)
+        pipeline.write(smem, NOTES, item_n, NOTE.kind, END)
+        pipeline.commit(smem, NOTES, item_n)
 
     return note_steps
 
@@ -108,24 +108,28 @@ def build_follow(notes, load, first):
     NOTES, KIND, FIRST = one_type(notes), one_type(DbiasKind()), first
 
     @inline
-    def read(smem, turn, word):
-        return pipeline.read(smem, NOTES, turn, word)
+    def read(smem, item_n, word):
+        return pipeline.read(smem, NOTES, item_n, word)
 
     @inline
     def follow(smem, me, x):
-        turn, m = u32(0), u32(FIRST)
-        pipeline.wait_ready(smem, NOTES, turn)
-        kind = read(smem, turn, NOTE.kind)
+        item_n, m = u32(0), u32(FIRST)
+        pipeline.wait_ready(smem, NOTES, item_n)
+        kind = read(smem, item_n, NOTE.kind)
         while kind != END:
-            b0, b1 = read(smem, turn, NOTE.b0), read(smem, turn, NOTE.b1)
-            rows = Place(0, read(smem, turn, NOTE.row0), read(smem, turn, NOTE.head), b1, b0)
-            keys = Place(0, read(smem, turn, NOTE.col0), read(smem, turn, NOTE.kv_head), b1, b0)
-            pipeline.release(smem, NOTES, turn)
+            b0, b1 = read(smem, item_n, NOTE.b0), read(smem, item_n, NOTE.b1)
+            rows = TilePlace(
+                0, read(smem, item_n, NOTE.row0), read(smem, item_n, NOTE.head), b1, b0
+            )
+            keys = TilePlace(
+                0, read(smem, item_n, NOTE.col0), read(smem, item_n, NOTE.kv_head), b1, b0
+            )
+            pipeline.release(smem, NOTES, item_n)
             if kind & i32(KIND.empty) == 0:
                 m = load(smem, x, m, rows, keys)
-            turn = u32(turn + u32(1))
-            pipeline.wait_ready(smem, NOTES, turn)
-            kind = read(smem, turn, NOTE.kind)
+            item_n = u32(item_n + u32(1))
+            pipeline.wait_ready(smem, NOTES, item_n)
+            kind = read(smem, item_n, NOTE.kind)
 
     return follow
 
@@ -152,7 +156,7 @@ def build_loads(head_dim, head_dim_v, tile):
         @inline
         def load_keys(smem, x, m, rows, keys):
             for part in range(PARTS):
-                key = Place(0, i32(keys.row + part * PART), keys.head, keys.b1, keys.b0)
+                key = TilePlace(0, i32(keys.row + part * PART), keys.head, keys.b1, keys.b0)
                 pipeline.wait_free(smem, KEYS, m)
                 load(x.maps[NUMBER], smem, m, key)
                 m = u32(m + u32(2))
@@ -173,10 +177,10 @@ def build_walk(notes, parts):
     NOTES, KIND, ALL = one_type(notes), one_type(DbiasKind()), 2 * parts
 
     @inline
-    def kind_of(smem, turn):
+    def kind_of(smem, item_n):
         """The kind of a step that has been written down."""
-        pipeline.wait_ready(smem, NOTES, turn)
-        return pipeline.uniform(pipeline.read(smem, NOTES, turn, NOTE.kind))
+        pipeline.wait_ready(smem, NOTES, item_n)
+        return pipeline.uniform(pipeline.read(smem, NOTES, item_n, NOTE.kind))
 
     @inline
     def first(w):
@@ -193,21 +197,21 @@ def build_walk(notes, parts):
     @inline
     def look(w, x, shows):
         last = x.kind & i32(KIND.last) != 0
-        return Step(x.n, x.m, x.n, x.m, True, True, False, last, ())
+        return ScoreTile(x.n, x.m, x.n, x.m, True, True, False, last, ())
 
     @inline
     def proceed(w, x, step):
-        turn, kind = x.turn, x.kind
+        item_n, kind = x.item_n, x.kind
         if not step.last:
-            pipeline.release(w.smem, NOTES, turn)
-            turn = u32(turn + u32(1))
-            kind = kind_of(w.smem, turn)
-        return Noted(turn, u32(x.n + u32(2)), u32(x.m + u32(ALL)), kind, x.fetched)
+            pipeline.release(w.smem, NOTES, item_n)
+            item_n = u32(item_n + u32(1))
+            kind = kind_of(w.smem, item_n)
+        return Noted(item_n, u32(x.n + u32(2)), u32(x.m + u32(ALL)), kind, x.fetched)
 
     @inline
     def leave(w, x):
-        pipeline.release(w.smem, NOTES, x.turn)
-        turn = u32(x.turn + u32(1))
-        return Noted(turn, x.n, x.m, kind_of(w.smem, turn), has_steps(x))
+        pipeline.release(w.smem, NOTES, x.item_n)
+        item_n = u32(x.item_n + u32(1))
+        return Noted(item_n, x.n, x.m, kind_of(w.smem, item_n), has_steps(x))
 
     return DbiasWalk(first, is_tile, has_steps, look, proceed, leave)

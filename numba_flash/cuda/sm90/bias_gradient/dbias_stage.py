@@ -17,7 +17,7 @@ CHUNK = 64  # rows of queries, of which memory has whole ones
 
 class DbiasWalk(NamedTuple):
     """Which tiles come after each other: device functions of a consumer, `w` being its
-    `numba_flash.cuda.sm90.bias_gradient.dbias.Work`.
+    `numba_flash.cuda.sm90.bias_gradient.dbias.ConsumerWork`.
 
     Where it is, `x`, is a named tuple of the walk's own.
 
@@ -28,7 +28,7 @@ class DbiasWalk(NamedTuple):
     is_tile, has_steps : function
         ``is_tile(w, x)``: there is a tile of the gradient; ``has_steps(x)``: it has steps.
     look : function
-        ``look(w, x, shows)``: the `Step`.
+        ``look(w, x, shows)``: the `ScoreTile`.
     proceed, leave : function
         ``proceed(w, x, step)``: where it is after a step; ``leave(w, x)``: after those of a tile.
     """
@@ -88,7 +88,7 @@ class DbiasStage(NamedTuple):
     arguments: dict
 
 
-class Step(NamedTuple):
+class ScoreTile(NamedTuple):
     """A tile of scores.
 
     Attributes

@@ -154,7 +154,7 @@ class KeysTile(Consumers):
     queries: int
 
     @property
-    def kept_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Of the bias."""
         return HALF * self.block_m * self.queries * self.tiles
 
@@ -163,7 +163,7 @@ class KeysTile(Consumers):
         of_tile, of_keys = self.queries * NARROW_ROW_BYTES, self.block_m * NARROW_ROW_BYTES
         of_rows = up_to(self.queries * ROW_BYTES, PATTERN)
         table = {
-            "kept": Buffer(self.kept_bytes),
+            "resident": Buffer(self.resident_bytes),
             "q": Slots(2 * of_tile + of_rows, self.stages),
             "kv": Slots(2 * of_keys, self.kv_stages),
         }
@@ -197,7 +197,7 @@ class QueriesTile(WarpGroups):
         return self.consumers * self.keys
 
     @property
-    def kept_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Of the bias, as float32."""
         return WIDE * QUERIES * self.block_n
 
@@ -205,7 +205,7 @@ class QueriesTile(WarpGroups):
         """Shared memory; where dO, O and V are within their slots."""
         of_tile, of_keys = QUERIES * NARROW_ROW_BYTES, self.block_n * NARROW_ROW_BYTES
         table = {
-            "kept": Buffer(self.kept_bytes),
+            "resident": Buffer(self.resident_bytes),
             "q": Slots(3 * of_tile, self.stages),
             "kv": Slots(2 * of_keys, self.stages),
             "dq": Slots((self.consumers - 1) * 4 * QUERIES * NARROW, 1),

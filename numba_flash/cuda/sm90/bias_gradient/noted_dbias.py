@@ -27,7 +27,7 @@ from numba_flash.cuda.sm90.bias_gradient.dbias_stage import DbiasStage, first_ro
 from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import LOADERS, WARPS
 from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer
-from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.pipeline import TilePlace
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 
 
@@ -83,8 +83,8 @@ def build(config: BiasGradientConfig) -> DbiasStage:
     store = build_store(config.out, config.wide, False, summed, fragments)
 
     @inline
-    def read(w, turn, word):
-        return pipeline.read(w.smem, NOTES, turn, word)
+    def read(w, item_n, word):
+        return pipeline.read(w.smem, NOTES, item_n, word)
 
     @inline
     def own(x, summed_there):
@@ -92,18 +92,18 @@ def build(config: BiasGradientConfig) -> DbiasStage:
         return i32(0) if summed_there else x
 
     @inline
-    def own_at(w, turn):
+    def own_at(w, item_n):
         """The tile of the gradient, as far as it has coordinates."""
-        b0, b1 = own(read(w, turn, NOTE.b0), SUM_0), own(read(w, turn, NOTE.b1), SUM_1)
-        row0, col0 = own(read(w, turn, NOTE.row0), SUM_I), own(read(w, turn, NOTE.col0), SUM_J)
-        return Place(col0, row0, own(read(w, turn, NOTE.head), SUM_H), b1, b0)
+        b0, b1 = own(read(w, item_n, NOTE.b0), SUM_0), own(read(w, item_n, NOTE.b1), SUM_1)
+        row0, col0 = own(read(w, item_n, NOTE.row0), SUM_I), own(read(w, item_n, NOTE.col0), SUM_J)
+        return TilePlace(col0, row0, own(read(w, item_n, NOTE.head), SUM_H), b1, b0)
 
     @inline
-    def next_at(w, turn):
+    def next_at(w, item_n):
         """The tile after it."""
-        b0, b1 = read(w, turn, NOTE.next_b0), read(w, turn, NOTE.next_b1)
-        row0, col0 = read(w, turn, NOTE.next_row0), read(w, turn, NOTE.next_col0)
-        return Place(col0, row0, read(w, turn, NOTE.next_head), b1, b0)
+        b0, b1 = read(w, item_n, NOTE.next_b0), read(w, item_n, NOTE.next_b1)
+        row0, col0 = read(w, item_n, NOTE.next_row0), read(w, item_n, NOTE.next_col0)
+        return TilePlace(col0, row0, read(w, item_n, NOTE.next_head), b1, b0)
 
     @inline
     def fetch_part(part, t):
@@ -120,20 +120,20 @@ def build(config: BiasGradientConfig) -> DbiasStage:
     @inline
     def take(w, x):
         if has_steps(x) and not x.fetched:
-            fetch_all((w, own_at(w, x.turn)))
+            fetch_all((w, own_at(w, x.item_n)))
         return True
 
     @inline
     def read_part(part, w, x, step):
         """The mask, and where the thread's first score of the part is."""
-        turn, given = x.turn, w.given
-        row0, col0 = read(w, turn, NOTE.row0), i32(read(w, turn, NOTE.col0) + part * PART)
+        item_n, given = x.item_n, w.given
+        row0, col0 = read(w, item_n, NOTE.row0), i32(read(w, item_n, NOTE.col0) + part * PART)
         region = Region(
-            row0, col0, read(w, turn, NOTE.queries), read(w, turn, NOTE.keys),
-            read(w, turn, NOTE.low), read(w, turn, NOTE.high),
+            row0, col0, read(w, item_n, NOTE.queries), read(w, item_n, NOTE.keys),
+            read(w, item_n, NOTE.low), read(w, item_n, NOTE.high),
         )  # fmt: skip
-        b0, b1, heads = read(w, turn, NOTE.b0), read(w, turn, NOTE.b1), i32(given.extent.heads)
-        at = Head(b0, b1, i32(b0 * i32(given.extent.b1) + b1), read(w, turn, NOTE.head), heads)
+        b0, b1, heads = read(w, item_n, NOTE.b0), read(w, item_n, NOTE.b1), i32(given.extent.heads)
+        at = Head(b0, b1, i32(b0 * i32(given.extent.b1) + b1), read(w, item_n, NOTE.head), heads)
         whole = x.kind & i32(KIND.whole) != 0
         query = i32(row0 + first_row(w.me))
         key = i32(col0 + first_column())
@@ -147,7 +147,7 @@ def build(config: BiasGradientConfig) -> DbiasStage:
         s, bias_mask, numbers = w.s, w.bias[part * HELD :], w.given.parameters
         modify(s, s, bias_mask, here.query, here.key, here.region, here.at, here.whole, numbers)
         if step.last:
-            fetch_part(part, (w, next_at(w, x.turn)))
+            fetch_part(part, (w, next_at(w, x.item_n)))
         for e in range(SCORES):
             w.p[e] = s[e] * f32(LOG2E) - w.lse[e // 2 % 2]
 
@@ -163,7 +163,7 @@ def build(config: BiasGradientConfig) -> DbiasStage:
         if x.kind & i32(KIND.invalid) != 0:
             for e in range(ALL_SCORES):
                 w.acc[e] = f32(NAN)
-        at, share = own_at(w, x.turn), read(w, x.turn, NOTE.share)
+        at, share = own_at(w, x.item_n), read(w, x.item_n, NOTE.share)
         of_head = w.given.out[index(share), index(at.b0), index(at.b1), index(at.head)]
         store(of_head, w.acc, u32(w.smem + u32(SUMS)), at.row, at.column)
 

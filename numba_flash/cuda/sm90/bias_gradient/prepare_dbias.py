@@ -16,7 +16,7 @@ from numba_flash.cuda.passes.prepare_dbias import Shares
 from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.runtime import tensor_maps
 from numba_flash.cuda.runtime.launch import Launch
-from numba_flash.cuda.score.prepare_kept import shared_alone, sizes_of
+from numba_flash.cuda.score.prepare_resident_bias import shared_alone, sizes_of
 from numba_flash.cuda.score.swizzle import NARROW
 from numba_flash.cuda.sm90.arguments import LOG2E, GradientScales
 from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import (
@@ -29,7 +29,7 @@ from numba_flash.cuda.sm90.bias_gradient.dbias_tiles import (
 from numba_flash.cuda.sm90.config import BackwardConfig, BiasGradientConfig
 from numba_flash.cuda.sm90.prepare_pairs import HALF, tiles_of_bias
 from numba_flash.cuda.work import grid
-from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.work.prepare_tile_lists import Extras, TileShape
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 WARP_ROWS = 16  # queries of a warp, whose part of the gradient it stores
@@ -83,7 +83,7 @@ class Dbias:
         p, tile, x, gpu = chosen.p, chosen.tile, inputs, chosen.call.gpu
         self._shares = Shares(p, gpu, chosen.call.results.dbias, tile, gpu.multiprocessors)
         items, extent = self._shares.items, _extent(p)
-        self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n, bits=True))
+        self._extras = Extras(p, gpu, x, TileShape(tile.block_m, tile.block_n, bits=True))
         self._numbers = lambda rng=None: (extent, items, parameters_of(p, rng))
         self._sum = _launch(
             chosen,
@@ -138,7 +138,7 @@ class DbiasRows:
     def __init__(self, chosen: Chosen, inputs, rows):
         p, tile, x = chosen.p, chosen.tile, inputs
         dbias, gpu = chosen.call.results.dbias, chosen.call.gpu
-        self._extras = Extras(p, gpu, x, Tiles(tile.block_m, tile.block_n))
+        self._extras = Extras(p, gpu, x, TileShape(tile.block_m, tile.block_n))
         tiles = grid.Broadcast.of(p, dbias, tile.block_m, tile.block_n).tiles
         across = -(-p.nk // tile.block_n)
         runs = runs_of(tiles // across, across, tile.elements, gpu.multiprocessors)
@@ -195,13 +195,13 @@ def rows_stay(problem, inputs, dbias) -> bool:
 
 class Known(NamedTuple):
     """What the first kernel hands to the second: of each row of queries, as
-    `numba_flash.cuda.sm90.resident_bias.load_kept` says.
+    `numba_flash.cuda.sm90.resident_bias.load_resident` says.
     """
 
     rows: Layout
 
 
-def keeps_bias(problem, inputs, dbias) -> bool:
+def has_resident_bias(problem, inputs, dbias) -> bool:
     """True if there is a bias of 16 bits that can be kept, whose gradient is wanted, and nothing
     else; of as many heads of keys as of queries.
     """
@@ -215,7 +215,7 @@ def keeps_bias(problem, inputs, dbias) -> bool:
     return queries_tile(p) is not None and keys_tile(p) is not None
 
 
-def prepare_kept(chosen: Chosen) -> Prepared:
+def prepare_resident(chosen: Chosen) -> Prepared:
     """``run(inputs, results, rng)`` on arrays like the call's layouts."""
     p, results, gpu = chosen.p, chosen.call.results, chosen.call.gpu
     blocks = grid.blocks(p, p.nq, QUERIES)

@@ -23,13 +23,13 @@ from numba_flash.cuda.sm90.bias_gradient.dbias_stage import (
     ROWS,
     DbiasStage,
     DbiasWalk,
-    Step,
+    ScoreTile,
     build_load_rows,
 )
 from numba_flash.cuda.sm90.config import BiasGradientConfig
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer
 from numba_flash.cuda.sm90.pair_tiles import RELEASES, WARP, build_load_pairs, build_take_pairs
-from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.pipeline import TilePlace
 from numba_flash.cuda.sm90.store import build_put_words
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.work.broadcast import Walk, build_coordinates
@@ -110,12 +110,12 @@ def build_loads(head_dim, head_dim_v, summed, options, tile):
             x = run_of(number, given.extent, i32(given.across))
             for tile in range(x.count):
                 col0 = i32(x.col0 + tile * BLOCK_N)
-                pair = Place(col0, x.row0, x.own.head, x.own.b1, x.own.b0)
+                pair = TilePlace(col0, x.row0, x.own.head, x.own.b1, x.own.b0)
                 load_pairs(maps[4], smem, t, pair, given.extras)
                 t = u32(t + u32(1))
                 for b in range(WALK):
                     at = element(x.own, i32(b), given.extent)
-                    key = Place(0, col0, x.kv_head, at.b1, at.b0)
+                    key = TilePlace(0, col0, x.kv_head, at.b1, at.b0)
                     pipeline.wait_free(smem, KEYS, m)
                     load_k(maps[2], smem, m, key)
                     v_tile = u32(pipeline.tile(smem, KEYS, m) + u32(PANEL_BYTES))
@@ -133,7 +133,7 @@ def build_loads(head_dim, head_dim_v, summed, options, tile):
             x = run_of(number, given.extent, i32(given.across))
             for b in range(WALK):
                 at = element(x.own, i32(b), given.extent)
-                row = Place(0, x.row0, x.own.head, at.b1, at.b0)
+                row = TilePlace(0, x.row0, x.own.head, at.b1, at.b0)
                 load_q(given.maps[1], smem, n, row, given.rows[index(0)])
                 load_do(given.maps[0], smem, u32(n + u32(1)), row, given.rows[index(1)])
                 n = u32(n + u32(2))
@@ -154,7 +154,7 @@ class Tile(NamedTuple):
     tiles: int
     n: int
     m: int
-    before: Place
+    before: TilePlace
     begins: bool
     ends: bool
     more: bool
@@ -194,7 +194,7 @@ def build(config: BiasGradientConfig) -> DbiasStage:
     @inline
     def place(run, tile):
         col0 = i32(run.col0 + tile * BLOCK_N)
-        return Place(col0, run.row0, run.own.head, run.own.b1, run.own.b0)
+        return TilePlace(col0, run.row0, run.own.head, run.own.b1, run.own.b0)
 
     @inline
     def begin(w, number, run, tile, tiles, n, m, before):
@@ -225,7 +225,7 @@ def build(config: BiasGradientConfig) -> DbiasStage:
             next_n = t.n
         if last and not t.more:
             next_n, next_m = n, m
-        return Step(
+        return ScoreTile(
             n, m, next_n, next_m, t.begins, t.ends, t.begins or (last and t.ends), last, shows
         )  # fmt: skip
 

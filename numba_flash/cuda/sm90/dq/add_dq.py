@@ -43,46 +43,46 @@ def build_add_dq(ordered, options, tile, layout):
     UPWARD, MASKED = may_go_upward(ordered, options), options.tiled
     TOGETHER = goes_together(options, tile)
     tile_at, walk = build_tile_at(UPWARD), build_walk(BLOCK_N, layout.work)
-    listing_of, listed, order_of = walk.listing_of, walk.listed, walk.order_of
+    listing_of, listed, order_of = walk.listing_of, walk.block_sparse, walk.order_of
     first_sum, add_sum = ptx.bulk_store_of(ptx.AGAIN), ptx.bulk_add_of(ptx.AGAIN)
 
     @inline
-    def last_first_of(smem, turn, swing):
+    def last_first_of(smem, item_n, serpentine):
         """The `LastFirst` of a work item: of a swing, or where there are none, of a whole head."""
-        upward = pipeline.read(smem, WORK, turn, WORD.first) >= 0
-        if not UPWARD or upward == (swing > i32(0)):
+        upward = pipeline.read(smem, WORK, item_n, WORD.first) >= 0
+        if not UPWARD or upward == (serpentine > i32(0)):
             return LastFirst(i32(-1), i32(0))
-        keys, begin = pipeline.read(smem, WORK, turn, WORD.keys), i32(0)
-        if swing > i32(0):
-            block = i32(pipeline.read(smem, WORK, turn, WORD.row0) // BLOCK_N)
-            begin = i32(block // swing * swing * BLOCK_N)
-            keys = min(keys, i32(begin + swing * BLOCK_N))
+        keys, begin = pipeline.read(smem, WORK, item_n, WORD.keys), i32(0)
+        if serpentine > i32(0):
+            block = i32(pipeline.read(smem, WORK, item_n, WORD.row0) // BLOCK_N)
+            begin = i32(block // serpentine * serpentine * BLOCK_N)
+            keys = min(keys, i32(begin + serpentine * BLOCK_N))
         return LastFirst(begin, keys)
 
     @inline
-    def others_before(smem, turn, at, last_first):
+    def others_before(smem, item_n, at, last_first):
         """How many blocks of keys add to the at-th row block of a head before this one: those of
         earlier keys, but where the last comes first, of these those of later ones.
         """
-        row0 = pipeline.read(smem, WORK, turn, WORD.row0)
+        row0 = pipeline.read(smem, WORK, item_n, WORD.row0)
         if UPWARD and last_first.begin >= i32(0):
-            low = pipeline.read(smem, WORK, turn, WORD.low)
-            queries = pipeline.read(smem, WORK, turn, WORD.queries)
+            low = pipeline.read(smem, WORK, item_n, WORD.low)
+            queries = pipeline.read(smem, WORK, item_n, WORD.queries)
             key, end = i32(row0 - last_first.begin), last_first.end
             return blocks_after(key, low, at, queries, end, BLOCK_M, BLOCK_N)
-        high = pipeline.read(smem, WORK, turn, WORD.high)
+        high = pipeline.read(smem, WORK, item_n, WORD.high)
         return blocks_before(row0, high, at, BLOCK_M, BLOCK_N)
 
     @inline
-    def add_tile(smem, turn, n, at, number, order, last_first, sum_address, flag_address):
+    def add_tile(smem, item_n, n, at, number, order, last_first, sum_address, flag_address):
         """Add the n-th tile of dQ to that of the row block `number`, the at-th of its head; if
         ORDERED in its turn.
         """
         flag, to = u64(flag_address + number * u64(4)), u64(sum_address + number * u64(DQ_BYTES))
         before = i32(1)
-        seen = pipeline.read(smem, WORK, turn, WORD.queries) != 0
+        seen = pipeline.read(smem, WORK, item_n, WORD.queries) != 0
         if ORDERED and seen:
-            before = others_before(smem, turn, at, last_first)
+            before = others_before(smem, item_n, at, last_first)
             if MASKED:
                 before = tile_lists.count_before(order)
             while ptx.load_flag(flag) != before:
@@ -103,35 +103,35 @@ def build_add_dq(ordered, options, tile, layout):
     @inline
     def add_dq(smem, me, lse2, dq_sum, flags, extras, sizes):
         group = i32(sizes.group)
-        turn, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
-        pipeline.wait_ready(smem, WORK, turn)
-        count = pipeline.read(smem, WORK, turn, WORD.count)
+        item_n, n, blocks = u32(0), u32(0), i32(lse2.shape[3] // BLOCK_M)
+        pipeline.wait_ready(smem, WORK, item_n)
+        count = pipeline.read(smem, WORK, item_n, WORD.count)
         while count != END:
-            first = pipeline.read(smem, WORK, turn, WORD.first)
-            last_first = last_first_of(smem, turn, i32(sizes.swing))
+            first = pipeline.read(smem, WORK, item_n, WORD.first)
+            last_first = last_first_of(smem, item_n, i32(sizes.serpentine))
             for outer in range(count if TOGETHER else group):
                 order, inners = i32(0), group if TOGETHER else count
                 if MASKED:
-                    head = i32(pipeline.read(smem, WORK, turn, WORD.kv_head) * group + outer)
-                    listing = listing_of(smem, turn, head, extras)
+                    head = i32(pipeline.read(smem, WORK, item_n, WORD.kv_head) * group + outer)
+                    listing = listing_of(smem, item_n, head, extras)
                     inners = listing.count
                 for inner in range(inners):
                     if n % u32(ADDERS) == u32(me):
                         g, t = (inner, outer) if TOGETHER else (outer, inner)
-                        base = i32(pipeline.read(smem, WORK, turn, WORD.base) + g * blocks)
+                        base = i32(pipeline.read(smem, WORK, item_n, WORD.base) + g * blocks)
                         at = tile_at(first, t)
                         if MASKED:
                             at = listed(listing, t).at
                         if MASKED and ORDERED:
-                            order = order_of(smem, turn, head, at, extras)
+                            order = order_of(smem, item_n, head, at, extras)
                         number = u64(u32(i32(base + at)))
                         sums, counts = ptx.global_address(dq_sum), ptx.global_address(flags)
-                        add_tile(smem, turn, n, at, number, order, last_first, sums, counts)
+                        add_tile(smem, item_n, n, at, number, order, last_first, sums, counts)
                     n = u32(n + u32(1))
-            pipeline.release(smem, WORK, turn)
-            turn = u32(turn + 1)
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.read(smem, WORK, turn, WORD.count)
+            pipeline.release(smem, WORK, item_n)
+            item_n = u32(item_n + 1)
+            pipeline.wait_ready(smem, WORK, item_n)
+            count = pipeline.read(smem, WORK, item_n, WORD.count)
         ptx.bulk_wait()
 
     return add_dq

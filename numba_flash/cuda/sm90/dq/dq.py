@@ -18,9 +18,9 @@ from numba_flash.cuda.score.swizzle import panel_bytes
 from numba_flash.cuda.sm90 import pipeline, store, wgmma
 from numba_flash.cuda.sm90.arguments import END, DqWork, Scales, Sizes, one_type, words
 from numba_flash.cuda.sm90.config import DqConfig
-from numba_flash.cuda.sm90.dq import dq_listed
+from numba_flash.cuda.sm90.dq import dq_block_sparse
 from numba_flash.cuda.sm90.hopper_kernel import Arrivals, Producer, Roles, hopper_kernel
-from numba_flash.cuda.sm90.pipeline import Place
+from numba_flash.cuda.sm90.pipeline import TilePlace
 from numba_flash.cuda.sm90.tiles import WARP_GROUP
 from numba_flash.cuda.work import schedule
 
@@ -41,9 +41,9 @@ def build_write_work(banded, options, tile, layout):
 
     @inline
     def write_work(smem, dq, lse2, extras, sizes):
-        turn, taken, there = u32(0), u32(0), True
+        item_n, taken, there = u32(0), u32(0), True
         while there:
-            pipeline.wait_free(smem, WORK, turn)
+            pipeline.wait_free(smem, WORK, item_n)
             at = schedule.zigzag(taken, cuda.gridDim.x)
             taken = u32(taken + 1)
             there = at < sizes.items
@@ -77,11 +77,11 @@ def build_write_work(banded, options, tile, layout):
                     ends=i32(1 if end == stop else 0),
                 )
                 for word in range(len(work)):
-                    pipeline.write(smem, WORK, turn, word, work[word])
+                    pipeline.write(smem, WORK, item_n, word, work[word])
             else:
-                pipeline.write(smem, WORK, turn, WORD.count, END)
-            pipeline.commit(smem, WORK, turn)
-            turn = u32(turn + 1)
+                pipeline.write(smem, WORK, item_n, WORD.count, END)
+            pipeline.commit(smem, WORK, item_n)
+            item_n = u32(item_n + 1)
 
     return write_work
 
@@ -97,30 +97,30 @@ def build_produce(head_dim, tile, layout):
 
     @inline
     def produce(maps, smem, ds, extras, sizes):
-        turn, n = u32(0), u32(0)
-        pipeline.wait_ready(smem, WORK, turn)
-        count = pipeline.read(smem, WORK, turn, WORD.count)
+        item_n, n = u32(0), u32(0)
+        pipeline.wait_ready(smem, WORK, item_n)
+        count = pipeline.read(smem, WORK, item_n, WORD.count)
         while count != END:
-            b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-            b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-            kv_head = pipeline.read(smem, WORK, turn, WORD.kv_head)
-            k0 = pipeline.read(smem, WORK, turn, WORD.k0)
-            first = pipeline.read(smem, WORK, turn, WORD.first)
-            number = pipeline.read(smem, WORK, turn, WORD.number)
+            b0 = pipeline.read(smem, WORK, item_n, WORD.b0)
+            b1 = pipeline.read(smem, WORK, item_n, WORD.b1)
+            kv_head = pipeline.read(smem, WORK, item_n, WORD.kv_head)
+            k0 = pipeline.read(smem, WORK, item_n, WORD.k0)
+            first = pipeline.read(smem, WORK, item_n, WORD.first)
+            number = pipeline.read(smem, WORK, item_n, WORD.number)
             block = u32(first - i32(sizes.first_block))
             source = u64(u32(number) * u32(sizes.blocks) + block)
             for t in range(count):
                 pipeline.wait_free(smem, TILES, n)
-                load_k(maps[0], smem, n, Place(0, k0 + (first + t) * BLOCK_N, kv_head, b1, b0))
+                load_k(maps[0], smem, n, TilePlace(0, k0 + (first + t) * BLOCK_N, kv_head, b1, b0))
                 at, to = u64(source + u64(t)), u32(pipeline.tile(smem, TILES, n) + u32(K_BYTES))
                 address = u64(ptx.global_address(ds) + at * u64(DS_BYTES))
                 ready = pipeline.mbarrier(smem, TILES, TILES.ready, n)
                 ptx.bulk_load(to, address, u32(DS_BYTES), ready)
                 n = u32(n + 1)
-            pipeline.release(smem, WORK, turn)
-            turn = u32(turn + 1)
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.read(smem, WORK, turn, WORD.count)
+            pipeline.release(smem, WORK, item_n)
+            item_n = u32(item_n + 1)
+            pipeline.wait_ready(smem, WORK, item_n)
+            count = pipeline.read(smem, WORK, item_n, WORD.count)
 
     return produce
 
@@ -135,11 +135,11 @@ def build(config: DqConfig):
     dq_sum : float32, what there is of the sum: per row block and consumer in the order of
         fragments.
     ds : dS^T, as `numba_flash.cuda.sm90.backward.backward_wide` writes it, or, with
-    ``options.listed``,
+    ``options.block_sparse``,
         `numba_flash.cuda.sm90.dq.dq_sink`.
     lse2 : float32 (b0, b1, heads, row blocks * BLOCK_M); its shape tells how row blocks are
         numbered.
-    extras : lengths, and with ``options.listed`` lists, see `numba_flash.cuda.arguments`.
+    extras : lengths, and with ``options.block_sparse`` lists, see `numba_flash.cuda.arguments`.
     sizes : `Sizes` of `numba_flash.cuda.sm90.arguments`.
     """
     dtype, head_dim, options, tile = config.dtype, config.d, config.options, config.tile
@@ -154,9 +154,9 @@ def build(config: DqConfig):
     TO_MAP, BFLOAT16 = to_map, dtype == "bfloat16"
     SEQUENCES = options.sequences
     NAN, NONE = math.nan, 0
-    if options.listed:
-        write_work = dq_listed.build_write_work(banded, options, tile, SMEM)
-        produce = dq_listed.build_produce(head_dim, tile, SMEM)
+    if options.block_sparse:
+        write_work = dq_block_sparse.build_write_work(banded, options, tile, SMEM)
+        produce = dq_block_sparse.build_produce(head_dim, tile, SMEM)
     else:
         write_work = build_write_work(banded, options, tile, SMEM)
         produce = build_produce(head_dim, tile, SMEM)
@@ -167,14 +167,14 @@ def build(config: DqConfig):
     stage = store.build_stage(head_dim, 2, BFLOAT16) if TO_MAP else None
 
     @inline
-    def begin_item(smem, turn, me, dq_sum, acc):
+    def begin_item(smem, item_n, me, dq_sum, acc):
         """What there is of the sum; returns where it is kept."""
-        at = u64(u32(pipeline.read(smem, WORK, turn, WORD.number) * CONSUMERS + me)) * u64(
+        at = u64(u32(pipeline.read(smem, WORK, item_n, WORD.number) * CONSUMERS + me)) * u64(
             SUM_BYTES
         )
         address = u64(ptx.global_address(dq_sum) + at + u64(cuda.threadIdx.x % WARP_GROUP * 16))
         zero(acc)
-        if pipeline.read(smem, WORK, turn, WORD.begins) == 0:
+        if pipeline.read(smem, WORK, item_n, WORD.begins) == 0:
             for j in range(OUTPUTS // 4):
                 x = ptx.load_global_four(u64(address + u64(2048 * j)))
                 for i in range(4):
@@ -182,26 +182,26 @@ def build(config: DqConfig):
         return address
 
     @inline
-    def finish(maps, smem, turn, me, dq, acc, address, scale):
+    def finish(maps, smem, item_n, me, dq, acc, address, scale):
         """Store dQ = scale dQ, or keep what there is of the sum."""
         factor = cuda.local.array(2, f32)  # registers: what dQ is multiplied by
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, WORD.b1)
-        h = pipeline.read(smem, WORK, turn, WORD.head)
-        row0 = i32(pipeline.read(smem, WORK, turn, WORD.row0) + me * ROWS)
-        rows = i32(pipeline.read(smem, WORK, turn, WORD.queries))
-        q0 = pipeline.read(smem, WORK, turn, WORD.q0)
-        ends = pipeline.read(smem, WORK, turn, WORD.ends)
-        invalid = SEQUENCES and pipeline.read(smem, WORK, turn, WORD.invalid) != 0
+        b0 = pipeline.read(smem, WORK, item_n, WORD.b0)
+        b1 = pipeline.read(smem, WORK, item_n, WORD.b1)
+        h = pipeline.read(smem, WORK, item_n, WORD.head)
+        row0 = i32(pipeline.read(smem, WORK, item_n, WORD.row0) + me * ROWS)
+        rows = i32(pipeline.read(smem, WORK, item_n, WORD.queries))
+        q0 = pipeline.read(smem, WORK, item_n, WORD.q0)
+        ends = pipeline.read(smem, WORK, item_n, WORD.ends)
+        invalid = SEQUENCES and pipeline.read(smem, WORK, item_n, WORD.invalid) != 0
         factor[0] = factor[1] = f32(NAN) if invalid else scale
-        pipeline.release(smem, WORK, turn)
+        pipeline.release(smem, WORK, item_n)
         if ends == 0:
             for j in range(OUTPUTS // 4):
                 four = acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]
                 ptx.store_global(u64(address + u64(2048 * j)), four)
         elif TO_MAP:
             room = smem + u32(STAGE + me * 2 * STAGE_BYTES)
-            stage(maps[1], room, acc, factor, me, Place(0, row0, h, b1, b0))
+            stage(maps[1], room, acc, factor, me, TilePlace(0, row0, h, b1, b0))
         else:
             for r in range(2):
                 i = row0 + wgmma.first_row() + 8 * r
@@ -213,18 +213,18 @@ def build(config: DqConfig):
     def consume(maps, smem, me, dq, dq_sum, scale):
         """(7) dQ = dQ + dS K for 64 rows of each work item and its tiles of keys."""
         acc = cuda.local.array(OUTPUTS, f32)  # registers: a fragment of dQ
-        turn, n = u32(0), u32(0)
+        item_n, n = u32(0), u32(0)
         while True:
-            pipeline.wait_ready(smem, WORK, turn)
-            count = pipeline.uniform(pipeline.read(smem, WORK, turn, WORD.count))
+            pipeline.wait_ready(smem, WORK, item_n)
+            count = pipeline.uniform(pipeline.read(smem, WORK, item_n, WORD.count))
             if count == END:
                 break
-            address = begin_item(smem, turn, me, dq_sum, acc)
+            address = begin_item(smem, item_n, me, dq_sum, acc)
             for t in range(count):
                 pipeline.wait_ready(smem, TILES, n)
                 if SEQUENCES:
-                    keys = pipeline.read(smem, WORK, turn, WORD.keys)
-                    first = pipeline.read(smem, WORK, turn, WORD.first)
+                    keys = pipeline.read(smem, WORK, item_n, WORD.keys)
+                    first = pipeline.read(smem, WORK, item_n, WORD.first)
                     clear_k(smem, TILES, n, keys - (first + t) * BLOCK_N, me)
                 k_tile = pipeline.tile(smem, TILES, n)
                 ds_tile = k_tile + u32(K_BYTES + me * PANEL_BYTES)
@@ -233,8 +233,8 @@ def build(config: DqConfig):
                 ptx.wgmma_wait(acc, acc, NONE, OUTPUTS, NONE)
                 pipeline.release_group(smem, TILES, n)
                 n = u32(n + 1)
-            finish(maps, smem, turn, me, dq, acc, address, scale)
-            turn = u32(turn + 1)
+            finish(maps, smem, item_n, me, dq, acc, address, scale)
+            item_n = u32(item_n + 1)
 
     rings = Arrivals((WORK,), 1, CONSUMERS * WARP_GROUP + 1), Arrivals((TILES,), 1, CONSUMERS)
     roles = Roles(

@@ -31,15 +31,15 @@ class DqSink(NamedTuple):
     Attributes
     ----------
     v_rows : function
-        ``v_rows(smem, turn, k_rows, mine)``: descriptor of its rows of V.
+        ``v_rows(smem, item_n, k_rows, mine)``: descriptor of its rows of V.
     begin : function
-        ``begin(smem, turn, me)``: before a work item's first tile.
+        ``begin(smem, item_n, me)``: before a work item's first tile.
     hand_over : function
         ``hand_over(smem, n, begin)``: of the tile before the n-th, while dP of this one is made;
         `begin` is the first tile of the work item.
     release_v : function
-        ``release_v(smem, turn, n, end)``: dP of the n-th tile is complete; `end` is the first tile
-        of the next work item.
+        ``release_v(smem, item_n, n, end)``: dP of the n-th tile is complete; `end` is the first
+        tile of the next work item.
     share : function
         ``share(smem, me, ds, n)``: this consumer's part of dS^T of the n-th tile is in shared
         memory; `ds` is the array of the kernel.
@@ -50,8 +50,8 @@ class DqSink(NamedTuple):
     put : function
         ``put(smem, me, n, dq)``: dQ of the n-th tile is in registers.
     finish : function
-        ``finish(given, smem, turn, me, n, dk_acc, dv_acc)``: after a work item's last tile, dK and
-        dV; `given` are the kernel's arguments.
+        ``finish(given, smem, item_n, me, n, dk_acc, dv_acc)``: after a work item's last tile, dK
+        and dV; `given` are the kernel's arguments.
     end : function
         ``end()``: after the last work item.
     """
@@ -88,11 +88,11 @@ def build_sums(config, layout, stage):
     stage_dv = store.build_stage(config.dv, 2, BFLOAT16, INTERLEAVED) if TO_MAP else None
 
     @inline
-    def v_rows(smem, turn, k_rows, mine):
+    def v_rows(smem, item_n, k_rows, mine):
         return u32(k_rows + u32(V_BEHIND_K))
 
     @inline
-    def begin(smem, turn, me):
+    def begin(smem, item_n, me):
         """There is room for everything."""
 
     @inline
@@ -101,7 +101,7 @@ def build_sums(config, layout, stage):
             commit_dq(smem, u32(n - u32(1)))
 
     @inline
-    def release_v(smem, turn, n, end):
+    def release_v(smem, item_n, n, end):
         """`finish` releases it, with K."""
 
     @inline
@@ -125,22 +125,22 @@ def build_sums(config, layout, stage):
             commit_dq(smem, n)
 
     @inline
-    def finish(given, smem, turn, me, n, dk_acc, dv_acc):
+    def finish(given, smem, item_n, me, n, dk_acc, dv_acc):
         """Let the last tile of dQ be added up, and store dK and dV of a work item."""
         dk, dv, maps = given.dk, given.dv, given.maps
         if not AT_ONCE:
             commit_dq(smem, u32(n - u32(1)))
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
         release_last(smem, n)
-        pipeline.release_group(smem, K, turn)
-        pipeline.release_group(smem, V, turn)
+        pipeline.release_group(smem, K, item_n)
+        pipeline.release_group(smem, V, item_n)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
         scaled = cuda.local.array(2, f32)
-        at = place_of(smem, WORK, turn, me * ROWS)
-        k0 = pipeline.read(smem, WORK, turn, WORD.k0)
-        keys = pipeline.read(smem, WORK, turn, WORD.keys)
-        factors(smem, turn, factor, scaled, given.scales)
-        pipeline.release(smem, WORK, turn)
+        at = place_of(smem, WORK, item_n, me * ROWS)
+        k0 = pipeline.read(smem, WORK, item_n, WORD.k0)
+        keys = pipeline.read(smem, WORK, item_n, WORD.keys)
+        factors(smem, item_n, factor, scaled, given.scales)
+        pipeline.release(smem, WORK, item_n)
         if TO_MAP:
             # tile n - 1 of dQ, which had the slot of tile n + 1, has left
             pipeline.wait_free(smem, DQ, u32(n + u32(1)))
@@ -179,16 +179,16 @@ def build_slots(config, layout, stage):
     send_dv = store.build_send(0, panels(config.dv), tile.block_n)
 
     @inline
-    def v_rows(smem, turn, k_rows, mine):
-        return wgmma.descriptor(pipeline.tile(smem, V, turn) + mine, u32(0))
+    def v_rows(smem, item_n, k_rows, mine):
+        return wgmma.descriptor(pipeline.tile(smem, V, item_n) + mine, u32(0))
 
     @inline
-    def begin(smem, turn, me):
+    def begin(smem, item_n, me):
         """dV and dK of the work item before have been read: there is room for dS^T and for K."""
         if cuda.threadIdx.x % WARP_GROUP == 0:
             ptx.bulk_wait_read()
-            if turn != u32(0):
-                pipeline.release(smem, K, u32(turn - u32(1)))
+            if item_n != u32(0):
+                pipeline.release(smem, K, u32(item_n - u32(1)))
         pipeline.meet_warp_group(me)
 
     @inline
@@ -196,9 +196,9 @@ def build_slots(config, layout, stage):
         """No dQ is made here."""
 
     @inline
-    def release_v(smem, turn, n, end):
+    def release_v(smem, item_n, n, end):
         if u32(n + u32(1)) == end:
-            pipeline.release_group(smem, V, turn)
+            pipeline.release_group(smem, V, item_n)
 
     @inline
     def share(smem, me, ds, n):
@@ -233,7 +233,7 @@ def build_slots(config, layout, stage):
         """No dQ is made here."""
 
     @inline
-    def finish(given, smem, turn, me, n, dk_acc, dv_acc):
+    def finish(given, smem, item_n, me, n, dk_acc, dv_acc):
         """Store dV and dK of a work item, by way of where dS^T and K were: of both this consumer
         alone has read its part. (Of K it may be late to put zeros beyond the last key, also into
         the other's part. There dK is 0, too.)
@@ -241,11 +241,11 @@ def build_slots(config, layout, stage):
         ptx.wgmma_wait(dk_acc, dv_acc, NONE, OUTPUTS_K, OUTPUTS_V)
         factor = cuda.local.array(2, f32)  # registers: what dV and dK are multiplied by
         scaled = cuda.local.array(2, f32)
-        at = place_of(smem, WORK, turn, me * ROWS)
-        factors(smem, turn, factor, scaled, given.scales)
-        pipeline.release(smem, WORK, turn)
+        at = place_of(smem, WORK, item_n, me * ROWS)
+        factors(smem, item_n, factor, scaled, given.scales)
+        pipeline.release(smem, WORK, item_n)
         of_dv = u32(smem + u32(DS + me * MINE))
-        of_dk = u32(pipeline.tile(smem, K, turn) + u32(me * MINE))
+        of_dk = u32(pipeline.tile(smem, K, item_n) + u32(me * MINE))
         put_dk(of_dk, dk_acc, scaled[0])
         first = cuda.threadIdx.x % WARP_GROUP == 0
         if first:

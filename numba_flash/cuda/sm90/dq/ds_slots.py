@@ -137,7 +137,7 @@ def build(threads):
 @inline
 def after_first(places, sizes):
     """Address of how many sections there are; counters are behind that."""
-    words = places.shape[4] - 1 - 2 * sizes.parts
+    words = places.shape[4] - 1 - 2 * sizes.kv_splits
     return u64(ptx.global_address(places) + u64(4 * words))
 
 
@@ -158,7 +158,7 @@ def claim(places, sizes, kind):
     """The number of the next work item of this section, of the main kernel (0) or that of dQ
     (1).
     """
-    counter = i32(1 + kind * i32(sizes.parts) + i32(sizes.first_block))
+    counter = i32(1 + kind * i32(sizes.kv_splits) + i32(sizes.first_block))
     return ptx.next_number(u64(after_first(places, sizes) + u64(4 * counter)))
 
 

@@ -91,7 +91,7 @@ def build(dtype, head_dim, options, tile, lists=()):
 
 
 def build_split(head_dim, options, tile):
-    """Kernel ``postprocess_split(dq_sum, dq, extras, nk, low, high, scale)``: dQ = scale dQ, of
+    """Kernel ``postprocess_planes(dq_sum, dq, extras, nk, low, high, scale)``: dQ = scale dQ, of
     `dq_parts` the sum, out of the order of fragments; a block of threads per row block.
 
     Row blocks that see no key get 0: nobody has written their sum.
@@ -101,7 +101,7 @@ def build_split(head_dim, options, tile):
     LOWERED, NAN = 2.0**-softmax.RAISED_BACKWARD, math.nan
     rows_of = schedule.build_rows(options, tile.block_m)
 
-    def postprocess_split(dq_sum, dq, extras, nk, low, high, scale):
+    def postprocess_planes(dq_sum, dq, extras, nk, low, high, scale):
         number = i64(cuda.blockIdx.x)
         rows = rows_of(number, extras, dq.shape, nk)
         row0, queries = rows.row0, rows.queries
@@ -138,4 +138,4 @@ def build_split(head_dim, options, tile):
     signature = types.void(
         array(f32, 5), array(f32, 5), extras_type(options, more=FACTORS), *numbers
     )
-    return postprocess_split, signature, {"launch_bounds": (WARP_GROUP, 4)}
+    return postprocess_planes, signature, {"launch_bounds": (WARP_GROUP, 4)}

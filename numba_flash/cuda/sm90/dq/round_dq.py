@@ -42,8 +42,8 @@ class Rounding(NamedTuple):
         How many blocks of keys add to it.
     left : int
         Parts of tiles that the block has yet to round.
-    turn, there : int
-        Turn of the next work item; whether there may be one.
+    item_n, there : int
+        Number of the next work item among those of the block; whether there may be one.
     """
 
     row0: int
@@ -54,7 +54,7 @@ class Rounding(NamedTuple):
     place: int
     blocks: int
     left: int
-    turn: int
+    item_n: int
     there: int
 
 
@@ -219,9 +219,9 @@ def build_write_and_round(tile, layout, bfloat16, write_next):
         """Whether there may be another work item, and all tiles of the last one have been asked for
         (or nothing else is left to do).
         """
-        there, turn = read(smem, WORD.there), u32(read(smem, WORD.turn))
-        if there != i32(0) and turn != u32(0) and read(smem, WORD.left) != i32(0):
-            there = pipeline.is_ready(smem, FETCHED, u32(turn - u32(1)))
+        there, item_n = read(smem, WORD.there), u32(read(smem, WORD.item_n))
+        if there != i32(0) and item_n != u32(0) and read(smem, WORD.left) != i32(0):
+            there = pipeline.is_ready(smem, FETCHED, u32(item_n - u32(1)))
         return pipeline.uniform(there) != i32(0)
 
     @inline
@@ -237,7 +237,7 @@ def build_write_and_round(tile, layout, bfloat16, write_next):
     def write_and_round(maps, smem, dk, lse2, dq_sum, flags, extras, sizes, scale):
         if is_first():
             write(smem, WORD.left, parts(lse2))
-            write(smem, WORD.turn, i32(0))
+            write(smem, WORD.item_n, i32(0))
             write(smem, WORD.there, i32(1))
             begin_tile(smem, u32(cuda.blockIdx.x), lse2, sizes, i32(dk.shape[3]))
         cuda.syncwarp()
@@ -245,10 +245,10 @@ def build_write_and_round(tile, layout, bfloat16, write_next):
             part = u32(u32(u32(0) - u32(read(smem, WORD.left))) % u32(ALL))
             if may_claim(smem):
                 if is_first():
-                    turn = u32(read(smem, WORD.turn))
-                    there = write_next(smem, turn, dk, lse2, flags, extras, sizes)
+                    item_n = u32(read(smem, WORD.item_n))
+                    there = write_next(smem, item_n, dk, lse2, flags, extras, sizes)
                     write(smem, WORD.there, i32(there))
-                    write(smem, WORD.turn, read(smem, WORD.turn) + i32(1))
+                    write(smem, WORD.item_n, read(smem, WORD.item_n) + i32(1))
             elif part != u32(0) or is_complete(smem, flags):
                 round_part(maps, smem, part, dq_sum, scale)
                 if is_first():

@@ -52,7 +52,7 @@ def build(config: ForwardConfig):
     maps : tensor maps of q, k and v as (b0, b1, heads, n, head_dim), boxes of one panel of a tile,
         if ``config.store`` is "map" one of o, and if the tile has pairs copied one of a bias or
         mask.
-    o : (b0, b1, heads, n, head_dim_v) as words of two elements; if it is "parts" as float32, b0
+    o : (b0, b1, heads, n, head_dim_v) as words of two elements; if it is "kv_splits" as float32, b0
         repeated for each part of the keys.
     lse : (b0, b1, heads, n), natural logarithm.
     extras : see `numba_flash.cuda.arguments`.
@@ -68,7 +68,7 @@ def build(config: ForwardConfig):
     SCORES, PAIRS, OUTPUTS = BLOCK_N // 2, BLOCK_N // 4, head_dim_v // 2
     HAS_OPTIONS, TO_MAP = config.stage == OPTIONS, config.store == "map"
     BANDED, SEQUENCES, BFLOAT16 = config.band != "none", options.sequences, dtype == "bfloat16"
-    MASKS_FIRST = config.band == "above" and not options.listed and not HAS_OPTIONS
+    MASKS_FIRST = config.band == "above" and not options.block_sparse and not HAS_OPTIONS
     PACKS_EARLY, RELATIVE = tile.packs_early, options.relative
     produce, copied = build_produce_pairs(config, SMEM)
     stage = (option_scores if HAS_OPTIONS else plain_scores).build(config, SMEM)
@@ -104,12 +104,12 @@ def build(config: ForwardConfig):
         pipeline.wait_ready(smem, K, n)
         begin_sums(s, smem, me, n)
         if PING_PONG:
-            pipeline.await_turn(me)
+            pipeline.await_ping_pong(me)
         start_scores(s, x.q_tile, k_tile(smem, n))
         pipeline.wait_ready(smem, V, u32(n - 1))
         start_values(acc, p, v_tile(smem, u32(n - 1)), before)
         if PING_PONG:
-            pipeline.pass_turn((me + 1) % CONSUMERS)
+            pipeline.pass_ping_pong((me + 1) % CONSUMERS)
         read(bias_mask, smem, me, n, x, extras, first)
         wait_scores(s)
         release_k(smem, K, n)
@@ -141,7 +141,7 @@ def build(config: ForwardConfig):
             overlap_qk_pv(s, p, acc, bias_mask, smem, me, n, x, given.extras, False, before)
             last = t == i32(x.count - 1)
             if last:
-                pipeline.release_group(smem, Q, x.turn)
+                pipeline.release_group(smem, Q, x.item_n)
             # the options, (2) m_i, (3) P, (4) l_i, and dropout, while O += P V runs
             weigh(s, bias_mask, m_i, l_i, alpha, x, given.scales, smem, me, n, not last)
             wait_all(acc, s)
@@ -173,8 +173,8 @@ def build(config: ForwardConfig):
         m_done = cuda.local.array(2, f32)  # m_i of the work item before, until it is stored
         l_done = cuda.local.array(2, f32)  # the same of l_i
         o, extras, scales = given.o, given.extras, given.scales
-        turn, n = u32(0), u32(0)
-        x = first(smem, turn, begin_item(smem, me, turn), o, extras)
+        item_n, n = u32(0), u32(0)
+        x = first(smem, item_n, begin_item(smem, me, item_n), o, extras)
         zero(acc)
         reset(m_i, l_i)
         first_scores(s, acc, bias_mask, smem, me, n, x, extras)
@@ -192,17 +192,17 @@ def build(config: ForwardConfig):
                     n = u32(n + 1)
                     clear_step(s, p, acc, bias_mask, m_i, l_i, smem, me, n, t, x, given)
             if x.count == 1:
-                pipeline.release_group(smem, Q, turn)
+                pipeline.release_group(smem, Q, item_n)
             before = u32(x.count - 1)
             if APART:
                 last_values(s, p, acc, smem, n, before)
-                finish(smem, turn, me, acc, m_i, l_i, given, numbers_of(x, scales))
+                finish(smem, item_n, me, acc, m_i, l_i, given, numbers_of(x, scales))
             # the next tile is the first of the next work item
-            numbers, turn, n = numbers_of(x, scales), u32(turn + 1), u32(n + 1)
-            item = begin_item(smem, me, turn)
+            numbers, item_n, n = numbers_of(x, scales), u32(item_n + 1), u32(n + 1)
+            item = begin_item(smem, me, item_n)
             if item.count == END:
                 break
-            x = first(smem, turn, item, o, extras)
+            x = first(smem, item_n, item, o, extras)
             if APART:
                 first_scores(s, acc, bias_mask, smem, me, n, x, extras)
             else:
@@ -213,11 +213,11 @@ def build(config: ForwardConfig):
             if not APART:
                 wait_all(acc, s)
                 pipeline.release_group(smem, V, u32(n - 1))
-                finish(smem, u32(turn - 1), me, acc, m_done, l_done, given, numbers)
+                finish(smem, u32(item_n - 1), me, acc, m_done, l_done, given, numbers)
             pack(p, s)
         if not APART:
             last_values(s, p, acc, smem, u32(n - 1), before)
-            finish(smem, u32(turn - 1), me, acc, m_i, l_i, given, numbers)
+            finish(smem, u32(item_n - 1), me, acc, m_i, l_i, given, numbers)
 
     def load(smem, me, x):
         produce(x.maps, smem, x.o, x.extras, x.sizes)
@@ -230,7 +230,7 @@ def build(config: ForwardConfig):
         Roles(tile, (Producer(load, 0),), consume, PING_PONG, WARP_GROUP if TO_MAP else 0),
         begins_early=not HAS_OPTIONS,
         maps=(4 if TO_MAP else 3) + len(copied),
-        o=array(f32 if config.store == "parts" else u32, 5),
+        o=array(f32 if config.store == "kv_splits" else u32, 5),
         lse=array(f32, 4),
         extras=extras_type(options, lists_of(options)),
         sizes=named(Sizes, i64),
@@ -245,8 +245,8 @@ def build_produce_pairs(config, layout):
     if config.stage == OPTIONS and tile.pair_stages > 0:
         load_pairs = build_load_pairs(options, tile, layout.pairs)
         copied = (Arrivals((one_type(layout.pairs),), 1, tile.consumers * RELEASES),)
-    banded, in_parts = config.band != "none", config.store == "parts"
+    banded, in_kv_splits = config.band != "none", config.store == "kv_splits"
     produce = build_produce(
-        config.d, config.dv, banded, in_parts, options, tile, pairs_map, load_pairs
+        config.d, config.dv, banded, in_kv_splits, options, tile, pairs_map, load_pairs
     )
     return produce, copied

@@ -37,7 +37,7 @@ class Tile(Consumers):
     relative : bool
         With each tile of K comes what a `score_mod` adds for each distance.
     planes : int
-        Of each of q, k and v (`numba_flash.cuda.passes.split`).
+        Of each of q, k and v (`numba_flash.cuda.passes.write_planes`).
     """
 
     block_m: int
@@ -74,9 +74,9 @@ class Tile(Consumers):
             "v": Slots(of(head_dim_v, self.block_n), self.stages),
             "work": WORK,
         }
-        added = {"added": Buffer(self.added_bytes, self.stages)} if self.relative else {}
+        relative = {"relative": Buffer(self.relative_bytes, self.stages)} if self.relative else {}
         pairs = {"pairs": Slots(self.pair_bytes, self.pair_stages)} if self.pair_stages else {}
-        return lay_out(table, added | pairs, o_panels=o_panels)
+        return lay_out(table, relative | pairs, o_panels=o_panels)
 
 
 # Per kind of mask, up to a number of keys and head dimensions. A larger tile reads K and V fewer
@@ -101,7 +101,7 @@ FORWARD_TILES = {
     ),
 }
 # Where the keys are split into parts: stores of float32 parts leave fewer registers for the tile.
-PART_TILES = (
+KV_SPLIT_TILES = (
     Row(ANY, 64, 64, Tile(128, 128, 2, 4, 1, True)),
     Row(ANY, 128, 128, Tile(128, 112, 2, 2, 2, True)),
     Row(ANY, 256, 256, Tile(128, 48, 1, 2, 2, False)),
@@ -113,17 +113,17 @@ def forward_tile(problem) -> Tile:
     return fitting(FORWARD_TILES["full" if problem.band == "none" else "band"], problem)
 
 
-def part_tile(problem) -> Tile:
+def kv_split_tile(problem) -> Tile:
     """Tile of the forward kernel where the keys are split."""
-    return fitting(PART_TILES, problem)
+    return fitting(KV_SPLIT_TILES, problem)
 
 
-def relative_tile(problem, split=False) -> Tile:
+def relative_tile(problem, in_kv_splits=False) -> Tile:
     """That of both where sums begin with what a `score_mod` adds; where there is no room for these
     numbers, O is stored by single panels, or tiles have 16 keys less.
     """
     p = problem
-    tile = replace(part_tile(p) if split else forward_tile(p), relative=True)
+    tile = replace(kv_split_tile(p) if in_kv_splits else forward_tile(p), relative=True)
     fewer = replace(tile, o_panels=1)
     tiles = (tile, fewer, replace(fewer, block_n=tile.block_n - 16))
     return next(each for each in tiles if each.layout(p.d, p.dv).bytes <= SHARED_LIMIT)
@@ -190,16 +190,16 @@ def copying_tile(problem, name: str) -> Tile | None:
 # Tiles of float32 have 128 keys, of which registers hold S and its low sums, or P in two planes,
 # unless they have to hold O with more than 64 columns. A larger tile is a little faster for long
 # sequences and slower for short ones; these were timed when sums of S still were of all columns.
-# Measured: docs/lab/hopper_forward.md, `SPLIT_TILES`.
-SPLIT_TILES = (
+# Measured: docs/lab/hopper_forward.md, `PLANES_TILES`.
+PLANES_TILES = (
     Row(ANY, 64, 64, Tile(128, 128, 1, 2, 0, True, planes=2)),
     Row(ANY, 128, 128, Tile(128, 64, 1, 2, 0, True, planes=2)),
 )
 
 
-def split_tile(problem) -> Tile:
+def planes_tile(problem) -> Tile:
     """Tile of the forward kernel of float32."""
-    return replace(fitting(SPLIT_TILES, problem), planes=planes_of(problem))
+    return replace(fitting(PLANES_TILES, problem), planes=planes_of(problem))
 
 
 # ---- a bias that stays in shared memory
@@ -225,7 +225,7 @@ KINDS = (Kind(192, 128, False), Kind(128, 192, True), Kind(128, 192, False))
 
 
 @dataclass(frozen=True)
-class KeptTile(Consumers):
+class ResidentTile(Consumers):
     """Shape of a block's work.
 
     Attributes
@@ -248,7 +248,7 @@ class KeptTile(Consumers):
     q_stages: ClassVar[int] = 1
 
     @property
-    def kept_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Of the bias."""
         return self.block_m * self.block_n * self.tiles * (4 if self.wide else 2)
 
@@ -256,7 +256,7 @@ class KeptTile(Consumers):
         """Shared memory, of head dimensions up to `NARROW`."""
         return lay_out(
             {
-                "kept": Buffer(self.kept_bytes),
+                "resident": Buffer(self.resident_bytes),
                 "q": Slots(self.block_m * NARROW_ROW_BYTES, self.q_stages),
                 "k": Slots(self.block_n * NARROW_ROW_BYTES, self.stages),
                 "v": Slots(self.block_n * NARROW_ROW_BYTES, self.stages),
@@ -264,7 +264,7 @@ class KeptTile(Consumers):
         )
 
 
-def kept_tile(problem) -> KeptTile | None:
+def resident_tile(problem) -> ResidentTile | None:
     """That for a problem with such a bias, if it can be kept. As float32 it takes two instructions
     fewer for each score than in 16 bits.
     """
@@ -281,6 +281,6 @@ def kept_tile(problem) -> KeptTile | None:
     return next((tile for tile in wanted if tile.layout().bytes <= SHARED_LIMIT), None)
 
 
-def _of_keys(kind: Kind, keys: int, stages: int) -> KeptTile:
+def _of_keys(kind: Kind, keys: int, stages: int) -> ResidentTile:
     tiles = -(-keys // kind.keys)
-    return KeptTile(kind.rows, -(-keys // (tiles * STEP)) * STEP, tiles, stages, kind.wide)
+    return ResidentTile(kind.rows, -(-keys // (tiles * STEP)) * STEP, tiles, stages, kind.wide)

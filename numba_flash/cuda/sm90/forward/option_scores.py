@@ -18,7 +18,7 @@ from numba_flash.cuda.sm90.forward.load_forward import WORD
 from numba_flash.cuda.sm90.forward.score_stage import ScoreStage
 from numba_flash.cuda.sm90.pair_tiles import build_take_pairs
 from numba_flash.cuda.work import tile_lists
-from numba_flash.cuda.work.tile_lists import Listed
+from numba_flash.cuda.work.tile_lists import Entry
 
 
 class OptionTile(NamedTuple):
@@ -28,7 +28,7 @@ class OptionTile(NamedTuple):
     ----------
     count : int32
         Tiles of the work item.
-    turn : uint32
+    item_n : uint32
         Number of the work item among the block's.
     q_tile : uint32
         Descriptor of the consumer's rows of Q.
@@ -50,7 +50,7 @@ class OptionTile(NamedTuple):
     """
 
     count: int
-    turn: int
+    item_n: int
     q_tile: int
     query: int
     key: int
@@ -59,33 +59,33 @@ class OptionTile(NamedTuple):
     whole: bool
     seen: Any
     number: int
-    following: Listed
+    following: Entry
 
 
 def build_walk(options, block_m, block_n, work):
     """`ScoreStage.first` and `following` of options."""
     BLOCK_M, BLOCK_N, WORK, MASKED = block_m, block_n, one_type(work), options.tiled
-    list_of, listed = tile_lists.build_access(MASKED)
+    list_of, entry_of = tile_lists.build_access(MASKED)
 
     @inline
-    def first(smem, turn, item, o, extras):
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, SCORES_B1)
-        head = pipeline.read(smem, WORK, turn, WORD.head)
-        queries = pipeline.read(smem, WORK, turn, WORD.queries)
+    def first(smem, item_n, item, o, extras):
+        b0 = pipeline.read(smem, WORK, item_n, WORD.b0)
+        b1 = pipeline.read(smem, WORK, item_n, SCORES_B1)
+        head = pipeline.read(smem, WORK, item_n, WORD.head)
+        queries = pipeline.read(smem, WORK, item_n, WORD.queries)
         at = Head(b0, b1, i32(b0 * i32(o.shape[1]) + b1), head, i32(o.shape[2]))
         number = i32(u32(item.col) // u32(BLOCK_N))
-        here, after, seen = Listed(number, False), Listed(i32(number - 1), False), u64(0)
+        here, after, seen = Entry(number, False), Entry(i32(number - 1), False), u64(0)
         if MASKED and item.keys > 0:
-            block = i32(u32(pipeline.read(smem, WORK, turn, WORD.row0)) // u32(BLOCK_M))
+            block = i32(u32(pipeline.read(smem, WORK, item_n, WORD.row0)) // u32(BLOCK_M))
             seen = list_of(extras, b0, b1, head, block)
-            here, after = listed(seen, number), listed(seen, i32(number - 1))
+            here, after = entry_of(seen, number), entry_of(seen, i32(number - 1))
         col = i32(here.at * BLOCK_N)
         region = Region(item.row, col, queries, item.keys, item.low, item.high)
         key = i32(col + fragment.first_column())
         return OptionTile(
             item.count,
-            turn,
+            item_n,
             item.q_tile,
             item.row,
             key,
@@ -101,10 +101,10 @@ def build_walk(options, block_m, block_n, work):
     def following(x, before, t):
         number, col, region = i32(before.number - 1), i32(before.following.at * BLOCK_N), x.region
         region = Region(region.row0, col, region.rows, region.cols, region.low, region.high)
-        key, after = i32(col + fragment.first_column()), listed(x.seen, i32(number - 1))
+        key, after = i32(col + fragment.first_column()), entry_of(x.seen, i32(number - 1))
         return OptionTile(
             x.count,
-            x.turn,
+            x.item_n,
             x.q_tile,
             x.query,
             key,
@@ -170,7 +170,7 @@ def build(config, layout):
         return scales.parameters
 
     @inline
-    def factor(smem, turn, extras, numbers):
+    def factor(smem, item_n, extras, numbers):
         return f32(numbers.keep_scale)
 
     return ScoreStage(

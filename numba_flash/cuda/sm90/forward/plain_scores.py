@@ -22,16 +22,17 @@ class PlainTile(NamedTuple):
 
     Attributes
     ----------
-    turn : uint32
+    item_n : uint32
         Number of the work item among the block's.
     count, q_tile, row, col, keys, low, high : int
-        As those of `numba_flash.cuda.sm90.rows.Begun`, but that `col` is this tile's first column.
+        As those of `numba_flash.cuda.sm90.rows.BegunItem`, but that `col` is this tile's first
+        column.
     last : uint64
         Where the last tile of the work item is listed; of an empty list where its length is, 0.
     """
 
     count: int
-    turn: int
+    item_n: int
     q_tile: int
     row: int
     col: int
@@ -43,16 +44,16 @@ class PlainTile(NamedTuple):
 
 @once
 def build_last_of(block_m, block_n, work):
-    """``last_of(smem, turn, item, lists)``: `PlainTile.last` of a `Begun` item."""
+    """``last_of(smem, item_n, item, lists)``: `PlainTile.last` of a `BegunItem` item."""
     BLOCK_M, BLOCK_N, WORK = block_m, block_n, one_type(work)
     list_of, _ = tile_lists.build_access(True)
 
     @inline
-    def last_of(smem, turn, item, lists):
-        b0 = pipeline.read(smem, WORK, turn, WORD.b0)
-        b1 = pipeline.read(smem, WORK, turn, SCORES_B1)
-        head = pipeline.read(smem, WORK, turn, WORD.head)
-        block = i32(u32(pipeline.read(smem, WORK, turn, WORD.row0)) // u32(BLOCK_M))
+    def last_of(smem, item_n, item, lists):
+        b0 = pipeline.read(smem, WORK, item_n, WORD.b0)
+        b1 = pipeline.read(smem, WORK, item_n, SCORES_B1)
+        head = pipeline.read(smem, WORK, item_n, WORD.head)
+        block = i32(u32(pipeline.read(smem, WORK, item_n, WORD.row0)) // u32(BLOCK_M))
         number = i32(u32(item.col) // u32(BLOCK_N)) if item.keys > 0 else i32(-1)
         return u64(list_of(lists, b0, b1, head, block) + u64(i64(number) * 4))
 
@@ -80,32 +81,36 @@ def build_weigh(config, hides):
 
 def build(config, layout):
     """`ScoreStage` of scores that nothing belongs to, or a number for each distance."""
-    BLOCK_N, LISTED, BANDED = config.tile.block_n, config.options.listed, config.band != "none"
+    BLOCK_N, BLOCK_SPARSE, BANDED = (
+        config.tile.block_n,
+        config.options.block_sparse,
+        config.band != "none",
+    )
     ADDS = config.options.relative
     last_of = build_last_of(config.tile.block_m, BLOCK_N, layout.work)
-    _, listed = tile_lists.build_access(True)
-    begin_all = build_begin_sums(config.tile, layout.k, layout.added) if ADDS else None
+    _, entry_of = tile_lists.build_access(True)
+    begin_all = build_begin_sums(config.tile, layout.k, layout.relative) if ADDS else None
 
     @inline
     def column(last, t):
-        return i32(listed(last, i32(-t)).at * BLOCK_N)
+        return i32(entry_of(last, i32(-t)).at * BLOCK_N)
 
     @inline
-    def first(smem, turn, item, o, extras):
+    def first(smem, item_n, item, o, extras):
         col, last = item.col, u64(0)
-        if LISTED:
-            last = last_of(smem, turn, item, extras)
+        if BLOCK_SPARSE:
+            last = last_of(smem, item_n, item, extras)
             col = column(last, 0)
         return PlainTile(
-            item.count, turn, item.q_tile, item.row, col, item.keys, item.low, item.high, last
+            item.count, item_n, item.q_tile, item.row, col, item.keys, item.low, item.high, last
         )
 
     @inline
     def following(x, before, t):
         col = i32(x.col - t * BLOCK_N)
-        if LISTED and BANDED:
+        if BLOCK_SPARSE and BANDED:
             col = column(x.last, t)
-        return PlainTile(x.count, x.turn, x.q_tile, x.row, col, x.keys, x.low, x.high, x.last)
+        return PlainTile(x.count, x.item_n, x.q_tile, x.row, col, x.keys, x.low, x.high, x.last)
 
     @inline
     def rest(x):

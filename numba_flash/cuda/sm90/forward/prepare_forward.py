@@ -7,8 +7,8 @@ import numpy as np
 from numba_flash.arguments.arrays import Layout
 from numba_flash.arguments.problem import Prepared
 from numba_flash.cuda.arguments import (
+    FP16X2,
     ONE_BY_ONE,
-    SPLIT,
     Vectors,
     build_extras,
     extras_class,
@@ -16,23 +16,23 @@ from numba_flash.cuda.arguments import (
     vectors_of,
 )
 from numba_flash.cuda.config import OPTIONS, RELATIVE
-from numba_flash.cuda.passes import prepare_parts
-from numba_flash.cuda.passes.prepare_split import Splitter
+from numba_flash.cuda.passes import prepare_kv_splits
+from numba_flash.cuda.passes.prepare_planes import PlanesWriter
 from numba_flash.cuda.recipe import Chosen
 from numba_flash.cuda.runtime import tensor_maps
 from numba_flash.cuda.runtime.launch import Launch
-from numba_flash.cuda.score import prepare_kept
-from numba_flash.cuda.score.prepare_relative import Added
+from numba_flash.cuda.score import prepare_resident_bias
+from numba_flash.cuda.score.prepare_relative import Relative
 from numba_flash.cuda.score.swizzle import NARROW
 from numba_flash.cuda.sm90.arguments import LOG2E, Sizes, scales
 from numba_flash.cuda.sm90.config import ForwardConfig
 from numba_flash.cuda.sm90.fold import folded
-from numba_flash.cuda.sm90.forward.forward_tiles import kept_tile
+from numba_flash.cuda.sm90.forward.forward_tiles import resident_tile
 from numba_flash.cuda.sm90.prepare_pairs import copied_pairs
 from numba_flash.cuda.sm90.tiles import OUTPUT_ROWS, padded
 from numba_flash.cuda.work import grid
 from numba_flash.cuda.work.prepare_lengths import numbers_of, with_numbers
-from numba_flash.cuda.work.prepare_tile_lists import Extras, Tiles
+from numba_flash.cuda.work.prepare_tile_lists import Extras, TileShape
 
 KEYS_OF_RUN = 2  # neighbours among a lane's scores
 # Work items of a multiprocessor, up to which lengths are numbers, which saves the launch that
@@ -104,12 +104,12 @@ def _launch(chosen: Chosen, p, results, tile, given: Given) -> Launch:
     )
 
 
-def sizes_of(p, gpu, tile, parts: int) -> Sizes:
+def sizes_of(p, gpu, tile, kv_splits: int) -> Sizes:
     """Of all work items, and how they are handed out."""
     in_sections = p.band != "none" and not p.options.packed
     section = grid.section(p, tile.block_m, tile.block_n, gpu.multiprocessors) if in_sections else 1
-    items = grid.items(p, p.nq, p.hq, tile.block_m) * parts
-    return Sizes.of_queries(p, items, section, parts)
+    items = grid.items(p, p.nq, p.hq, tile.block_m) * kv_splits
+    return Sizes.of_queries(p, items, section, kv_splits)
 
 
 def _maps(qkv: tuple, tile, *columns) -> tuple:
@@ -120,7 +120,7 @@ def _maps(qkv: tuple, tile, *columns) -> tuple:
 
 def _store(p, o: Layout) -> str:
     """How o of such a layout is stored."""
-    return "parts" if o.dtype.name == "float32" else "words" if p.options.packed else "map"
+    return "kv_splits" if o.dtype.name == "float32" else "words" if p.options.packed else "map"
 
 
 class Into(NamedTuple):
@@ -139,13 +139,13 @@ class Into(NamedTuple):
     combine: Any = None
 
     @classmethod
-    def of(cls, chosen: Chosen, p, parts: int) -> "Into":
+    def of(cls, chosen: Chosen, p, kv_splits: int) -> "Into":
         results, gpu = chosen.call.results, chosen.call.gpu
-        if parts == 1:
+        if kv_splits == 1:
             return cls(results)
-        partial = prepare_parts.layouts(p, parts)
-        combine = prepare_parts.combine(partial, results, gpu, parts)
-        return cls(partial, prepare_parts.scratch(partial), combine)
+        partial = prepare_kv_splits.layouts(p, kv_splits)
+        combine = prepare_kv_splits.combine(partial, results, gpu, kv_splits)
+        return cls(partial, prepare_kv_splits.scratch(partial), combine)
 
     @property
     def launches(self) -> tuple:
@@ -156,20 +156,20 @@ class Into(NamedTuple):
         if self.combine is None:
             return run
 
-        def run_on_parts(inputs, results, *rng):
+        def run_on_kv_splits(inputs, results, *rng):
             stored = self.scratch.beside(inputs.q)
-            left = run(inputs, stored, *rng)
+            fallback = run(inputs, stored, *rng)
             self.combine(*stored, *results)
-            return left
+            return fallback
 
-        return run_on_parts
+        return run_on_kv_splits
 
 
 def _parts(chosen: Chosen, p) -> tuple[int, Any]:
     """How many parts of the keys there are, and the tile for that."""
-    tile = chosen.part_tile
-    parts = grid.parts(p, tile.block_m, tile.block_n, chosen.call.gpu.multiprocessors)
-    return parts, tile if parts > 1 else chosen.tile
+    tile = chosen.kv_split_tile
+    kv_splits = grid.kv_splits(p, tile.block_m, tile.block_n, chosen.call.gpu.multiprocessors)
+    return kv_splits, tile if kv_splits > 1 else chosen.tile
 
 
 # ---- plain scores
@@ -188,8 +188,8 @@ def prepare(chosen: Chosen) -> Prepared:
     if fold is not None:  # the same bits wherever o goes
         again = lambda results: chosen.again(call._replace(problem=p, results=results))
         return tensor_maps.through_compact(again, results, unfit=lambda o: True)
-    parts, tile = _parts(chosen, p)
-    into, sizes = Into.of(chosen, p, parts), sizes_of(p, gpu, tile, parts)
+    kv_splits, tile = _parts(chosen, p)
+    into, sizes = Into.of(chosen, p, kv_splits), sizes_of(p, gpu, tile, kv_splits)
     numbers = numbers_of(p, (sizes, scales(p)))
     maps = _maps(grid.heads_first(p, inputs.q, inputs.k, inputs.v), tile)
     extras, store = grid.extras_layouts(p, inputs), _store(p, into.layouts.o)
@@ -216,12 +216,14 @@ def prepare_options(chosen: Chosen) -> Prepared:
     is no dropout.
     """
     p, (_, inputs, _, gpu, _) = chosen.p, chosen.call
-    copied, (parts, tile) = copied_pairs(p, inputs), _parts(chosen, p)
+    copied, (kv_splits, tile) = copied_pairs(p, inputs), _parts(chosen, p)
     if chosen.recipe.stage == RELATIVE:
-        extras = Added(p, gpu, inputs, tile.block_m, tile.block_n)
+        extras = Relative(p, gpu, inputs, tile.block_m, tile.block_n)
     else:
-        extras = Extras(p, gpu, inputs, Tiles(tile.block_m, tile.block_n, queue=p.options.listed))
-    into, sizes = Into.of(chosen, p, parts), sizes_of(p, gpu, tile, parts)
+        extras = Extras(
+            p, gpu, inputs, TileShape(tile.block_m, tile.block_n, queue=p.options.block_sparse)
+        )
+    into, sizes = Into.of(chosen, p, kv_splits), sizes_of(p, gpu, tile, kv_splits)
     scale_log2 = np.float32(LOG2E if p.options.changes else p.scale * LOG2E)
     numbers = lambda rng=None: (sizes, scale_log2, parameters_of(p, rng))
     if chosen.recipe.stage != OPTIONS:
@@ -254,9 +256,13 @@ def prepare_split(chosen: Chosen) -> Prepared:
     """``run(inputs, results)`` on arrays like the call's layouts, which returns flags of heads that
     are left to another tier.
     """
-    p, (_, inputs, _, gpu, _), (parts, tile) = chosen.p, chosen.call, _parts(chosen, chosen.p)
-    splitter = Splitter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
-    into, sizes, made = Into.of(chosen, p, parts), sizes_of(p, gpu, tile, parts), splitter.made
+    p, (_, inputs, _, gpu, _), (kv_splits, tile) = chosen.p, chosen.call, _parts(chosen, chosen.p)
+    planes_writer = PlanesWriter(p, gpu, inputs, (padded(p.d), padded(p.dv)))
+    into, sizes, made = (
+        Into.of(chosen, p, kv_splits),
+        sizes_of(p, gpu, tile, kv_splits),
+        planes_writer.made,
+    )
     planes = tuple(as_float16(x) for x in (made.q, made.k, made.v))
     given = Given(
         items=sizes.items,
@@ -266,18 +272,20 @@ def prepare_split(chosen: Chosen) -> Prepared:
             *((made.factors, 4), (made.shifts, 4), (made.centres, 5)),
         ),
         numbers=(sizes, scales(p)),
-        store="parts" if parts > 1 else "floats",
+        store="kv_splits" if kv_splits > 1 else "floats",
     )
     forward = _launch(chosen, p, into.layouts, tile, given)
-    lengths_of, extras = build_extras(p.options), extras_class(p.options, (), SPLIT)
+    lengths_of, extras = build_extras(p.options), extras_class(p.options, (), FP16X2)
 
     def run(inputs, results):
-        x, (o,) = splitter.of(inputs), grid.heads_first(p, results.o)
+        x, (o,) = planes_writer.of(inputs), grid.heads_first(p, results.o)
         more = extras(*lengths_of(inputs), *x.extras)
         forward.on((x.q, x.k, x.v, o, results.lse), more)
         return x.flags
 
-    return Prepared(into.around(run), (*splitter.launches, forward, *into.launches), made.flags)
+    return Prepared(
+        into.around(run), (*planes_writer.launches, forward, *into.launches), made.flags
+    )
 
 
 def as_float16(words: Layout) -> Layout:
@@ -288,22 +296,22 @@ def as_float16(words: Layout) -> Layout:
 # ---- a bias that batch elements share, kept in shared memory
 
 
-def keeps_bias(problem, inputs, results=None) -> bool:
+def has_resident_bias(problem, inputs, results=None) -> bool:
     """True if there is a bias that can be kept, and nothing else."""
     narrow = max(problem.d, problem.dv) <= NARROW
-    alone = narrow and prepare_kept.shared_alone(problem, inputs, results)
-    return alone and kept_tile(problem) is not None
+    alone = narrow and prepare_resident_bias.shared_alone(problem, inputs, results)
+    return alone and resident_tile(problem) is not None
 
 
 def prepare_resident(chosen: Chosen) -> Prepared:
     """``run(inputs, results)`` on arrays like the call's layouts."""
     p, tile, (_, inputs, results, _, _) = chosen.p, chosen.tile, chosen.call
-    sizes = prepare_kept.sizes_of(p, tile.block_m)
+    sizes = prepare_resident_bias.sizes_of(p, tile.block_m)
     given = Given(
         items=sizes.units,
         maps=_maps(grid.heads_first(p, inputs.q, inputs.k, inputs.v), tile, NARROW),
         extras=grid.extras_layouts(p, inputs),
-        numbers=(sizes, prepare_kept.scales_of(p)),
+        numbers=(sizes, prepare_resident_bias.scales_of(p)),
         store="words",
         vectors=vectors_of(p, inputs, KEYS_OF_RUN),
     )

@@ -10,13 +10,13 @@ class ScoreStage(NamedTuple):
     """Device functions of a consumer, and what the loop has to know to use them.
 
     A tile of scores, `x`, is a named tuple of the stage's own: the loop asks for ``x.count``, the
-    tiles of the work item, ``x.turn``, its number, and ``x.q_tile``, the descriptor of the
+    tiles of the work item, ``x.item_n``, its number, and ``x.q_tile``, the descriptor of the
     consumer's rows of Q.
 
     Attributes
     ----------
     first : function
-        ``first(smem, turn, item, o, extras)``: the first tile of a `Begun` work item.
+        ``first(smem, item_n, item, o, extras)``: the first tile of a `BegunItem` work item.
     following : function
         ``following(x, before, t)``: the t-th tile. `x` is the work item's first tile, which the
         loop does not change; `before` is the one before the t-th.
@@ -38,8 +38,8 @@ class ScoreStage(NamedTuple):
     numbers : function
         ``numbers(x, scales)``: what the end of a work item depends on.
     log_sum, factor : function
-        ``log_sum(m, l, numbers)`` and ``factor(smem, turn, extras, numbers)`` of rows at the end of
-        a work item, see `numba_flash.cuda.sm90.forward.finish`.
+        ``log_sum(m, l, numbers)`` and ``factor(smem, item_n, extras, numbers)`` of rows at the end
+        of a work item, see `numba_flash.cuda.sm90.forward.finish`.
     reset : function
         ``reset(m_i, l_i)``: before a work item's first tile.
     held : int
