@@ -194,11 +194,11 @@ def _extras(names: tuple[str, ...]):
 def extras_class(options, of_mask=(), more=()):
     """Named tuple of the optional arrays that there are; if there is a mask, with those made of it
     that a kernel wants: "tiles", "order", "queue", "bits" (`numba_flash.cuda.work.tile_lists`),
-    "places", "ranks" (`numba_flash.cuda.sm90.dq.ds_slots`); with "added"
+    "places", "ranks" (`numba_flash.cuda.sm90.dq.ds_slots`); with "relative"
     (`numba_flash.cuda.score.relative`) where a number for each distance is; and with `more`. Behind
     them lengths of keys that are numbers.
     """
-    names = arrays_of(options) + (("added",) if options.relative else ())
+    names = arrays_of(options) + (("relative",) if options.relative else ())
     names += (of_mask if options.tiled else ()) + more
     return _extras(names + (("kv_lengths",) if options.kv_lengths == AS_NUMBERS else ()))
 
@@ -249,7 +249,7 @@ def extras_type(options, of_mask=(), more=()):
         "q_lengths": options.q_lengths and array(getattr(types, options.q_lengths), ndim),
         "kv_lengths": of_keys,
         "page_table": options.paged and array(getattr(types, options.paged.table), 3),
-        "added": array(types.float32, 2),
+        "relative": array(types.float32, 2),
         "tiles": array(types.int32, 5),
         "order": array(types.int32, 5),
         "queue": array(types.int32, 5),

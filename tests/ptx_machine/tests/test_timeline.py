@@ -212,7 +212,14 @@ def test_warps_have_roles():
 
 
 def test_named_barriers_have_names():
-    assert timeline.names_of_barriers(2) == {0: "block", 1: "ping pong 0", 2: "ping pong 1", 4: "warp group 0", 5: "warp group 1", 7: "consumers"}
+    assert timeline.names_of_barriers(2) == {
+        0: "block",
+        1: "ping pong 0",
+        2: "ping pong 1",
+        4: "warp group 0",
+        5: "warp group 1",
+        7: "consumers",
+    }
 
 
 # ---- the figures of docs/debugging.md --------------------------------------------------------------------------------------------------

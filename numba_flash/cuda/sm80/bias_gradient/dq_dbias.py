@@ -146,7 +146,7 @@ def build_go(shape, kind, places, loads, half, tile):
     Q_BYTES, DO_BYTES, ROWS_BYTES = BLOCK_M * PITCH_K, BLOCK_M * PITCH_V, ROW_BYTES * BLOCK_M
     K_BYTES, V_BYTES = tile.block_n * PITCH_K, tile.block_n * PITCH_V
     HALVES = 2 * tile.parts
-    LOADED, RELATIVE, READ = 0, min(1, HALVES - 2), HALVES - 2  # after which half
+    LOADED, ADDED, READ = 0, min(1, HALVES - 2), HALVES - 2  # after which half
     D, DV = map(padded, shape[:2])
     hold_q = products.build_hold(M_TILES, D, PITCH_K)
     hold_do = products.build_hold(M_TILES, DV, PITCH_V)
@@ -170,7 +170,7 @@ def build_go(shape, kind, places, loads, half, tile):
         half(number, t.work)
         if number == LOADED and t.number < x.space.stop:
             load(x.smem, u32(t.slot ^ u32(1)), x.tensors, place_of(t.walk, x.space, x.extras))
-        if number == RELATIVE and t.before != u64(0):
+        if number == ADDED and t.before != u64(0):
             add_last(x, t.before)
         if number == READ:
             cuda.syncthreads()  # dQ of the tile before has been read

@@ -144,9 +144,9 @@ def build_produce(
     write_work = build_write_work(banded, in_kv_splits, options, tile, SMEM)
     load_q = pipeline.build_load(Q, head_dim, tile.block_m, 0, tile.planes, ptx.ONCE)
     RELATIVE, RELATIVE_BYTES = options.relative, tile.relative_bytes if options.relative else 0
-    RELATIVE = SMEM.relative if options.relative else 0
+    RELATIVE_SMEM = SMEM.relative if options.relative else 0
     load_k = pipeline.build_load(K, head_dim, BLOCK_N, RELATIVE_BYTES, tile.planes, USES)
-    load_relative = pipeline.build_load_numbers(K, RELATIVE, RELATIVE_BYTES)
+    load_relative = pipeline.build_load_numbers(K, RELATIVE_SMEM, RELATIVE_BYTES)
     address_of = relative.build_address(tile.block_m)
     load_v = pipeline.build_load(V, head_dim_v, BLOCK_N, 0, tile.planes, USES)
     BLOCK_M, MASKED = tile.block_m, options.tiled
