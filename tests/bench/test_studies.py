@@ -224,7 +224,7 @@ def test_orders_are_those_that_are_asked_for(module):
     for order in orders.Order:
         done = tiles.prepare(order, orders.CHOICE, "sm90", "backward", bind(q, k, k, causal=True), inputs, results)
         sizes = [x for launch in done.launches for x in launch.numbers if getattr(x, "section", 0)]
-        (ways[order.name],) = {(x.upward, x.swing) for x in sizes}
+        (ways[order.name],) = {(x.upward, x.serpentine) for x in sizes}
     assert ways == {"DOWNWARD": (0, 0), "UPWARD": (3, 0), "SERPENTINE": (0, 1)}
 
 

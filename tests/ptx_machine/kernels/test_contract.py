@@ -629,7 +629,7 @@ def test_gradients_whose_blocks_of_keys_come_in_each_order(name, order, monkeypa
     assert all(same_bits(x, results[1][name]) for name, x in results[0].items())
     assert among
     for given in among:
-        assert (given.upward > 0, given.swing) == (order == "UPWARD", 2 if order == "SERPENTINE" else 0)
+        assert (given.upward > 0, given.serpentine) == (order == "UPWARD", 2 if order == "SERPENTINE" else 0)
 
 
 @pytest.mark.full
