@@ -106,6 +106,12 @@ class Options:
         """Names of the options that are on."""
         return tuple(name for name in NAMES if getattr(self, name))
 
+    def nothing_but(self, *names: str) -> bool:
+        """True if no option but these names of `NAMES` is on. A kernel that knows some options asks this, so that it refuses an option
+        that is added later.
+        """
+        return set(self.used) <= set(names)
+
     @property
     def sequences(self) -> bool:
         """True if each batch element has lengths of its own."""

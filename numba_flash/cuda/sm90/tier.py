@@ -23,7 +23,7 @@ from numba_flash.cuda.work import grid
 
 # Options that the kernels of float32 know; the others know all but pages.
 SERVED_FLOAT32 = {"q_lengths", "kv_lengths"}
-BEYOND_SOFTCAP = ("score_mod", "bias", "mask", "dropout")
+WITHOUT_OPTIONS = ("softcap", "q_lengths", "kv_lengths")
 # By an estimate, tanh is off by up to 2**-22 of it, which a score has to bear.
 GREATEST_SOFTCAP = 1024
 # Up to here tiles have too few products to hide the loads of a bias or a mask of each pair, and
@@ -152,7 +152,7 @@ def _why_not_float32(kind: str, p, inputs, demanded: bool) -> str | None:
 
 def _why_not_backward(p) -> str | None:
     """Of options beyond a softcap."""
-    options = " or ".join(NAMES[name] for name in p.options.used if name in BEYOND_SOFTCAP)
+    options = " or ".join(NAMES[name] for name in p.options.used if name not in WITHOUT_OPTIONS)
     if max(p.d, p.dv) > MOST_WITH_OPTIONS:
         return f"has no backward pass with {options} beyond head dimension {MOST_WITH_OPTIONS}"
     return None

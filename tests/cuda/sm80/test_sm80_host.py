@@ -17,6 +17,7 @@ if SIMULATED:
 from numba_flash import BlockMask
 from numba_flash.arguments import arrays
 from numba_flash.arguments.arrays import Layout
+from numba_flash.arguments.options import NAMES
 from numba_flash.arguments.problem import BackwardInputs, BackwardResults, ForwardInputs, ForwardResults, Problem, bind
 from numba_flash.cuda.arguments import BASE_2, BASE_E, chunked
 from numba_flash.cuda.passes import prepare_kv_splits
@@ -698,6 +699,23 @@ def test_shared_memory_of_short_heads_fits():
         assert tiles.dk_dv.min_blocks * (tiles.dk_dv.layout(shape).bytes + 1024) <= 228 * 1024
         forward = short_head_tiles.forward_head_tile(p, hardware(H200.capability))
         assert forward is None or forward.min_blocks * (forward.layout(32, 32).bytes + 1024) <= 228 * 1024
+
+
+OTHERS = {"softcap": 2.0, "score_mod": max, "mask": True, "q_lengths": "int32", "kv_lengths": "int32", "dropout": 0.1, "paged": True}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_kernels_that_know_a_bias_alone_are_not_taken_with_another_option(name):
+    """With none that there is; a new one has to be added here."""
+    assert {"bias", *OTHERS} == set(NAMES)
+    of_bias = lambda p: dq_dbias_tile(p, hardware(H200.capability), FEWEST_STEPS)
+    short_gradients = lambda p: short_head_tiles.gradient_tiles(p, hardware(H200.capability), 16)
+    short_forward = lambda p: short_head_tiles.forward_head_tile(p, hardware(H200.capability))
+    half = problem({"bias": np.zeros((100, 384), np.float16)}, nk=384, d=32)
+    single = problem({"bias": np.zeros((384, 384), np.float32)}, batch=(8,), nq=384, nk=384, **SHORT)
+    for tile_of, p in ((of_bias, half), (short_gradients, single), (short_forward, single)):
+        assert tile_of(p) is not None
+        assert tile_of(replace(p, options=replace(p.options, **{name: OTHERS[name]}))) is None
 
 
 def gradients_of(bias, options, gpu, **sizes) -> tuple[Launch, ...]:

@@ -185,7 +185,7 @@ def dq_dbias_tile(problem, hardware: Hardware, steps: int) -> DqDbiasTile | None
     scores, and several heads, `steps`, share it; else None.
     """
     p, o = problem, problem.options
-    if o.softcap or o.score_mod or o.mask or o.dropout or o.sequences or p.band != "none":
+    if not o.nothing_but("bias") or p.band != "none":
         return None
     if p.dtype not in ("float16", "bfloat16") or o.bias not in ("float16", "bfloat16"):
         return None

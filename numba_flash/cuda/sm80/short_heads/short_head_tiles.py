@@ -199,7 +199,7 @@ LEAST_CHUNKS = 5  # so that the next Q and dO come with a chunk that is waited f
 def _short(problem, hardware: Hardware) -> bool:
     """Heads are short, and a bias is all that may change scores."""
     p, o = problem, problem.options
-    if o.softcap or o.score_mod or o.mask or o.dropout or o.sequences or p.band != "none":
+    if not o.nothing_but("bias") or p.band != "none":
         return False
     if planes_of(p) != 2 or hardware.turing or hardware.shared_limit < LEAST_SHARED:
         return False
