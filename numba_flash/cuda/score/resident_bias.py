@@ -97,13 +97,18 @@ def build_resident(options, vectors, runs, room, put_vector):
     put_vector : ``put_vector(filled, n, to)``: keep the n-th vector of a tile: `build_floats`.
     """
     TILES, VECTORS, QUERIES, KEYS = room.tiles, room.vectors, room.queries, room.keys
-    KEPT, THREADS, AWAY, HELD = room.resident, room.threads, room.away, held(options, runs).words
+    RESIDENT, THREADS, AWAY, HELD = (
+        room.resident,
+        room.threads,
+        room.away,
+        held(options, runs).words,
+    )
     TILE_BYTES, fetch, any_of = VECTORS * AWAY, build_fetch(options, runs, vectors), room.any_of
 
     @inline
     def place(smem, me, t):
         mine = u32(cuda.threadIdx.x % THREADS * VECTOR)
-        return u32(smem + u32(KEPT) + u32((me * TILES + t) * TILE_BYTES) + mine)
+        return u32(smem + u32(RESIDENT) + u32((me * TILES + t) * TILE_BYTES) + mine)
 
     @inline
     def put(n, filled):
@@ -172,7 +177,7 @@ class Keep(NamedTuple):
 
 
 @once
-def build_keep(options, vectors, tile, kept, threads, any_of):
+def build_keep(options, vectors, tile, resident, threads, any_of):
     """``fill(smem, me, query, x, extras, keys, inverse)``: keep what belongs to a thread's rows,
     whose first is `query`, of a unit x;
     1 if raw products begin with it, 0 if it is added to scaled ones. ``begin(s, smem, me, t,
@@ -184,7 +189,7 @@ def build_keep(options, vectors, tile, kept, threads, any_of):
     """
     BLOCK_N, TILES, WIDE = tile.block_n, tile.tiles, tile.wide
     VECTORS = BLOCK_N // 8 if WIDE else BLOCK_N // 16  # of a thread and tile
-    room = Room(kept, TILES, VECTORS, 0, BLOCK_N, threads, any_of)
+    room = Room(resident, TILES, VECTORS, 0, BLOCK_N, threads, any_of)
     AWAY, BFLOAT16 = room.away, options.bias == "bfloat16"
     HIDDEN = 0xFF80 if BFLOAT16 else 0xFC00  # -inf in 16 bits
     element = fragment.build_unpack(BFLOAT16)

@@ -20,7 +20,7 @@ class Items(NamedTuple):
 
     @classmethod
     def of(cls, items: int, gpu, fallback):
-        """All of them, or those of heads that are `fallback`."""
+        """All of them, or those of heads that the flags `fallback` name."""
         if fallback is None:
             return cls(items, ())
         return cls(min(items, LOOKERS * gpu.multiprocessors), (items,))

@@ -31,10 +31,10 @@ class Sizes(NamedTuple):
         In backward kernels that `may_go_upward`: so many work items, the first, go through their
         tiles of queries upward, and their blocks of keys come last first; both are the other way
         round in those that follow.
-    swing : int
-        If not 0, `upward` does not matter: blocks of keys of a head come in swings of so many. The
-        first swing goes downward, its last block first, the next upward, its first block first.
-        The band may hide later keys alone.
+    serpentine : int
+        If not 0, `upward` does not matter: blocks of keys of a head come in serpentine order, so
+        many at a time. The first of these goes downward, its last block first, the next upward, its
+        first block first. The band may hide later keys alone.
     first_block, blocks : int
         Where dS is made for some blocks of keys at a time: the first, and for how many there is
         room. Where it is made for listed tiles: the section, and how many slots one has, see

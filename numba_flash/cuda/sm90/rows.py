@@ -41,8 +41,8 @@ class BegunItem(NamedTuple):
 
 @once
 def build_begin(block_n, q, work):
-    """``begin_item(smem, me, item_n)``: the work item of a turn as `BegunItem`, which is there,
-    with its tile of Q; `q` and `work` are rings.
+    """``begin_item(smem, me, item_n)``: the block's work item `item_n` as `BegunItem`, which is
+    there, with its tile of Q; `q` and `work` are rings.
     """
     BLOCK_N, Q, WORK = block_n, one_type(q), one_type(work)
 

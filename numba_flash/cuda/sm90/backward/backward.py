@@ -68,7 +68,7 @@ def build(config: BackwardConfig):
     part_of, release_before, recompute_p = stage.part_of, stage.release_before, stage.recompute_p
     differentiate_cap, differentiate = stage.differentiate_cap, stage.differentiate
     next_step, EARLY = stage.next_step, stage.early
-    SLOPES, WORDS, KEPT = stage.slopes, stage.words, stage.resident
+    SLOPES, WORDS, KEPT = stage.slopes, stage.words, stage.kept
     start_dp = wgmma.build_scores(COLUMNS, head_dim_v, BLOCK_N, BFLOAT16, BLOCK_M)
     start_dv = wgmma.build_values(COLUMNS, head_dim_v, BFLOAT16)
     start_dk = wgmma.build_sum(head_dim, BLOCK_M // 16, K_PANEL, 0, BFLOAT16, True)

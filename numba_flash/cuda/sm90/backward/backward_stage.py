@@ -81,7 +81,7 @@ class BackwardStage(NamedTuple):
     interleaved : bool
         Keys, and so rows of dK and dV in registers, are in the order of
         `numba_flash.cuda.sm90.interleave`.
-    slopes, words, resident : int
+    slopes, words, kept : int
         Registers of each array of `PairRegisters`.
     """
 
@@ -103,4 +103,4 @@ class BackwardStage(NamedTuple):
     interleaved: bool
     slopes: int
     words: int
-    resident: int
+    kept: int

@@ -58,7 +58,7 @@ class WriteWork(NamedTuple):
 def build_write_work(banded, ordered, options, tile, layout):
     """``write_work(smem, dk, lse2, flags, extras, sizes)``: write down what this block's work items
     are, ahead of the other threads. ``write_next(smem, item_n, dk, lse2, flags, extras, sizes)``:
-    only that of a turn, where each has something to do; or that there is none: False.
+    only the item `item_n`, where each has something to do; or that there is none: False.
 
     Arguments are those of `build_kernel` and of its kernel.
     """

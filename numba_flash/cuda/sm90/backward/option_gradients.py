@@ -285,5 +285,5 @@ def build(config, layout):
         interleaved=True,
         slopes=tile.columns // 2 if options.sloped else 1,
         words=max(1, words_of(options, fragment.runs_of_keys(1, tile.columns)).words),
-        resident=KEPT,
+        kept=KEPT,
     )

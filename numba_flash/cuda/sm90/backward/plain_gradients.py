@@ -159,5 +159,5 @@ def build(config, layout):
         interleaved=False,
         slopes=1,
         words=1,
-        resident=1,
+        kept=1,
     )

@@ -125,9 +125,9 @@ def build_walk(block_n, work, share=1):
 
     ``together(item, extras, sizes)``: how many tiles all heads of an `Item` of
         `numba_flash.cuda.work.schedule` have.
-    ``listing_of(smem, item_n, head, extras)``: the `Listing` of a head of the work item of a turn.
-    ``listed(listing, t)``: its t-th `Entry` tile.
-    ``order_of(smem, item_n, head, at, extras)``: what the lists say of who adds to dQ of a tile
+    ``listing_of(smem, item_n, head, extras)``: the `Listing` of a head of the block's work item
+    `item_n`. ``listed(listing, t)``: its t-th `Entry` tile. ``order_of(smem, item_n, head, at,
+    extras)``: what the lists say of who adds to dQ of a tile
         before.
     ``last_slot(smem, item_n, head, listing, extras, sizes)``: which part of a slot the tile number
     0

@@ -20,8 +20,8 @@ LN2, NEG_INF = math.log(2.0), -math.inf
 
 
 def build_finish(config, layout, log_sum, factor):
-    """``finish(smem, item_n, me, acc, m_i, l_i, given, numbers)``: the work item of a turn, whose
-    rows have these sums; `given` are the kernel's arguments.
+    """``finish(smem, item_n, me, acc, m_i, l_i, given, numbers)``: the block's work item `item_n`,
+    whose rows have these sums; `given` are the kernel's arguments.
 
     log_sum : ``log_sum(m, l, numbers)``: of a row, the natural logarithm of its sum, or -inf.
     factor : ``factor(smem, item_n, extras, numbers)``: what leads from sums of P V, divided by

@@ -51,9 +51,9 @@ def build(config: ForwardConfig):
     WRITE_LSE, BFLOAT16, MOST = config.write_lse, dtype == "bfloat16", softmax.LAZIER
     Q_ROWS = ROWS * NARROW_ROW_BYTES
     produce = build_produce(tile)
-    kept_by = tile, SMEM.resident, WARP_GROUP, pipeline.any_of_warp_group
+    resident_by = tile, SMEM.resident, WARP_GROUP, pipeline.any_of_warp_group
     first_of, unit_of, after = build_units(tile.block_m)
-    fill, begin, add = build_keep(options, vectors, *kept_by)
+    fill, begin, add = build_keep(options, vectors, *resident_by)
     start_scores, start_values = wgmma.build_narrow(BLOCK_N, head_dim, head_dim_v, BFLOAT16)
     _, wait_all = wgmma.build_wait(BLOCK_N, head_dim_v)
     raising = softmax.build_raise(SCORES, OUTPUTS, 1, MOST)
